@@ -222,7 +222,7 @@ class _Batch:
         return list(fines)
 
     def settle_denied(self, denied: frozenset[str], problem: Problem) -> None:
-        """B1, the limiter: answer `problem` to what it denied; the rest is admitted for good."""
+        """B1, the limiter: answer `problem` to what it denied; the rest is admitted."""
         for item in self._take_waiting(denied):
             self._answer_problem("b1", item, problem)
         self._admitted.update(item.client_message_id for item in self.waiting)

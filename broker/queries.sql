@@ -175,7 +175,7 @@ SELECT operator.name, operator.role, mesh.slug AS mesh, operator.created_at, ope
 FROM mesh.operator LEFT JOIN mesh.mesh ON mesh.id = operator.mesh_id ORDER BY operator.name;
 
 -- name: revoke_operator
--- Takes an operator's token away for good.
+-- Takes an operator's token away permanently.
 UPDATE mesh.operator SET revoked_at = now(), token_sha256 = NULL WHERE name = $1 AND revoked_at IS NULL RETURNING id;
 
 -- name: rotate_operator_token
@@ -216,7 +216,7 @@ INSERT INTO mesh.member (mesh_id, name, role, token_sha256) VALUES ($1, $2, $3, 
 SELECT name, role, created_at, revoked_at FROM mesh.member WHERE mesh_id = $1 ORDER BY name;
 
 -- name: revoke_member
--- Takes a member's token away for good.
+-- Takes a member's token away permanently.
 UPDATE mesh.member SET revoked_at = now(), token_sha256 = NULL, old_token_sha256 = NULL
 WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING id;
 

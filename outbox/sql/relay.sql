@@ -99,7 +99,7 @@ FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS b
 WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 
 -- name: settle_dead
--- The broker refused them for good, or they are too old: [[id, last_error, whether a post was answered], …].
+-- The broker refused them permanently, or they are too old: [[id, last_error, whether a post was answered], …].
 UPDATE outbox
 SET status = 'dead', attempts = attempts + 1, last_error = answer.last_error,
     unanswered_at = CASE answer.answered WHEN 0 THEN :now WHEN 1 THEN NULL ELSE unanswered_at END

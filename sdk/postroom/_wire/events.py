@@ -26,7 +26,7 @@ class Following:
         self._event: dict[bytes, bytes] = {}  # the fields of the one that is being read
 
     async def messages(self) -> AsyncGenerator[InboxMessage, None]:
-        """Yield each message once, for ever; raises what trying again can't mend, and once patience ends."""
+        """Yield each message once, for ever; raises what trying again can't fix, and once patience ends."""
         while True:
             error: PostroomError = self._transport.peer.lost()  # an answer that ends is a daemon that stops
             try:

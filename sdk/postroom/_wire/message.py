@@ -377,7 +377,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_size(meta: dict[str, Any]) -> None:
-    """Refuse a meta that is nested too deep or holds too many values, before anything walks it for good."""
+    """Refuse a meta that is nested too deep or holds too many values, before anything else walks it."""
     level: list[Any] = [meta]
     values = 0
     for _ in range(MAX_DEPTH):

@@ -92,7 +92,7 @@ class Patience:
 
 
 async def retrying(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T:
-    """Run `attempt` until it succeeds, fails for good, or `patience` ends."""
+    """Run `attempt` until it succeeds, fails permanently, or `patience` ends."""
     while True:
         try:
             return await attempt()

@@ -325,7 +325,7 @@ class Calls:
         body: msgspec.Struct | None = None,
         waiting: float = 0.0,
     ) -> T:
-        """Ask until it succeeds, fails for good, or patience ends: reading changes nothing, also with a body (POST)."""
+        """Ask until it succeeds, fails permanently, or patience ends: reading changes nothing, even by a POST."""
         method = "GET" if body is None else "POST"
         parameters = None if query is None else to_parameters(query)
         return await retrying(

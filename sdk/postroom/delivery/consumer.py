@@ -166,7 +166,7 @@ class Consumer:
         await self._pull.declare()
 
     async def run(self) -> None:
-        """Consume until stopped; raises `Unavailable` where the connection was closed for good, or `Conflict`."""
+        """Consume until stopped; raises `Unavailable` where the connection was closed permanently, or `Conflict`."""
         reminder = asyncio.create_task(self._remind())
         try:
             await self._pull.run()

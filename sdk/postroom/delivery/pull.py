@@ -85,7 +85,7 @@ class Pull:
         self._known = asyncio.Event()
 
     async def run(self) -> None:
-        """Ask until stopped; raises `Unavailable` where the connection was closed for good, `Conflict` as `declare`."""
+        """Ask until stopped; raises `Unavailable` once the connection is closed, `Conflict` as `declare`."""
         inbox = self._connection.new_inbox()
         self._subscription = await self._connection.subscribe(
             inbox, cb=self._arrived, pending_msgs_limit=_BUFFER_MESSAGES, pending_bytes_limit=-1

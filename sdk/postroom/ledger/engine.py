@@ -51,7 +51,7 @@ class Asker(NamedTuple):
 async def set_aside(connection: Connection, activity: UUID, guid: str, answer: Answer | None, worker: str) -> bool:
     """Keep a message for a worker that has its activity, which `worker` has not; of leg 1 it has no `answer`.
 
-    Returns False where nobody has to handle it any more: it is done, or its job has ended for good, or is gone.
+    Returns False where nobody has to handle it any more: it is done, or its job has ended permanently, or is gone.
     """
     leg, said = (1, (None, None, None, None)) if answer is None else (2, answer)
     return await connection.fetchrow(QUERIES["set_aside"], activity, guid, leg, *said, worker) is not None

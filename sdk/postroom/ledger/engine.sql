@@ -61,7 +61,7 @@ SELECT verdict, job_state AS state, asked, extract(epoch FROM timeout)::float8 A
 
 -- name: set_aside
 -- Keeps the message $2 of the activity $1, for leg $3, with the answer $4 to the request $5 that came as the event $6 in the
--- trace $7, as the worker $8 does not have that activity. No row: the message is done, its job has ended for good, or there is none.
+-- trace $7, as the worker $8 does not have that activity. No row: the message is done, its job has ended permanently, or there is none.
 INSERT INTO ledger.set_aside (activity_id, guid, leg, answer, request_id, event, traceparent, worker)
 SELECT activity.id, $2, $3, $4, $5, $6, $7, $8
 FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id

@@ -111,7 +111,7 @@ async def hold(connection: Connection, job: UUID) -> None:
 
 
 async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
-    """End a job that runs, for good, and emit `job_cancelled`; messages that come later are `Inactive`.
+    """End a job that runs, permanently, and emit `job_cancelled`; messages that come later are `Inactive`.
 
     A step that is being committed is waited for; none commits afterwards. Raises `NotFound`, and `Conflict` where the
     job has ended.

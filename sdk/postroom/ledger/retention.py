@@ -1,4 +1,4 @@
-"""The retention of jobs: those that ended for good go after a time, with their activities, ledgers and operators' log.
+"""The retention of jobs: those that ended permanently go after a time, with activities, ledgers and operators' log.
 
 Their ids stay: a scheduler that starts an old job again is told that it was started before. A message for an activity
 that is gone is acknowledged, as for any that there is not. A sweep goes in slices, and rests after each four times as

@@ -1,7 +1,7 @@
 """Every webhook of a database, each with its consumer: what is registered begins, what is deleted ends, by polling.
 
 A consumer goes from JetStream when its webhook is gone: each worker deletes it after it has stopped its own part of it,
-so the last one does for good; what a killed worker left behind, the next to start deletes. Its rows in the inbox go
+so the last one does it for all; what a killed worker left behind, the next to start deletes. Its rows in the inbox go
 too.
 """
 
@@ -124,7 +124,7 @@ class WebhookConsumer:
         return self._consumer.trouble
 
     async def run(self) -> None:
-        """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
+        """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed permanently."""
         retention = asyncio.create_task(self._retention.run())
         try:
             await self._consumer.run()
