@@ -12,7 +12,8 @@ import msgspec
 import typer
 
 from cli import completion
-from cli.connect import with_broker, with_daemon
+from cli.application import Database, Place
+from cli.connect import with_daemon
 from cli.exits import ending
 from cli.noun import Json, Socket, TokenFile, Url, choice, moment, named, noun
 from cli.output import listing, note
@@ -26,7 +27,7 @@ app = noun()
 
 
 class Placed(LogLine, kw_only=True, frozen=True):
-    """A line, and in whose log it is: the broker's, or that of the daemon with this socket."""
+    """A line, and in whose log it is: the broker's, an application's, or that of the daemon with this socket."""
 
     where: str
 
@@ -66,9 +67,12 @@ def log(
     socket: Socket = None,
     url: Url = None,
     token_file: TokenFile = None,
+    database: Database = None,
     as_json: Json = False,
 ) -> None:
     """Show what operators did at the broker and at this host's daemon, and why, the latest first.
+
+    With --database, what they did in the outbox of an application takes the place of what they did at the broker.
 
     What cannot be asked is named on standard error, and the exit code says so; the rest is shown.
 
@@ -80,10 +84,12 @@ def log(
     query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, since=since)
 
     def broker() -> list[Placed]:
-        def ask(query: LogQuery) -> LogPage:
-            return with_broker(url, token_file, lambda client: client.list_things(OPERATOR_LOG, query))
+        asked = Place(database, url, token_file)
 
-        return _latest(ask, query, limit, "broker")
+        def ask(query: LogQuery) -> LogPage:
+            return asked.ask(lambda client: client.list_things(OPERATOR_LOG, query), lambda own: own.log(query))
+
+        return _latest(ask, query, limit, "broker" if database is None else "application")
 
     def daemon() -> list[Placed]:
         path = Path(find_socket(socket))

@@ -1,4 +1,7 @@
-"""`postroom outbox …`: see and repair what the daemon keeps (docs/contract/send.md#send-14)."""
+"""`postroom outbox …`: see and repair what the daemon keeps (docs/contract/send.md#send-14).
+
+`install` is for the other outbox, of events: it puts one into an application's own database.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,26 @@ import typer
 from msgspec.structs import replace
 
 from cli import completion
+from cli.application import Database
 from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
 from cli.files import new_file, read_plain_file
-from cli.noun import Config, DryRun, Json, OlderThan, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
+from cli.noun import (
+    Config,
+    DryRun,
+    Json,
+    OlderThan,
+    Reason,
+    Socket,
+    Yes,
+    age,
+    choice,
+    chosen_ids,
+    named,
+    noun,
+    with_options,
+)
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
@@ -337,6 +355,45 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
             line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
     if not recovery.whole:
         raise typer.Exit(Exit.FAILED)
+
+
+@app.command()
+def install(
+    *,
+    database: Database = None,
+    role: Annotated[
+        list[str] | None, typer.Option(metavar="ROLE", help="A Postgres role that may emit. Repeatable.")
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SLUG",
+            help="A mesh that may be emitted to, until a worker brings the broker's list. Repeatable [default: any].",
+            callback=named("mesh"),
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put an outbox of events into an application's own Postgres, or bring it up to date; a second time is harmless.
+
+    \b
+        postroom outbox install --database postgresql://owner@db.example.com/shop --role shop --mesh shop
+    """  # noqa: D301 - \b: as it stands
+    import asyncio  # noqa: PLC0415
+
+    from postroom.delivery.applications.installation import install as install_there  # noqa: PLC0415
+
+    if database is None:
+        raise Fatal(Exit.USAGE, "name the application's database: --database, or POSTROOM_OUTBOX_DATABASE_URL")
+    installed = asyncio.run(install_there(database, roles=role or (), meshes=mesh or ()))
+    if as_json:
+        json_line(installed._asdict())
+        return
+    line("installed: " + ", ".join(installed.applied) if installed.applied else "the outbox is up to date")
+    for name in installed.roles:
+        line(f"the role {name} may emit")
+    for name in installed.meshes:
+        line(f"events may go to the mesh {name}")
 
 
 def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -> None:

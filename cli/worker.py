@@ -9,8 +9,8 @@ from typing import Annotated, Final, NamedTuple
 import typer
 
 from cli import completion
-from cli.change import Asked, Change, Portion, asking, change_all, check_choice
-from cli.connect import with_broker
+from cli.application import Database, Place
+from cli.change import Asked, Change, Portion, change_all, check_choice
 from cli.noun import (
     Config,
     DryRun,
@@ -19,8 +19,6 @@ from cli.noun import (
     Reach,
     Reason,
     Since,
-    TokenFile,
-    Url,
     Yes,
     chosen_ids,
     noun,
@@ -61,11 +59,12 @@ def failing(source: str) -> typer.Typer:
     """Return the verbs for the `events`, or the `deliveries`, that JetStream does not take."""
     things = unpublished.UNPUBLISHED[source]
     app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
+    without = () if source == "events" else ("database",)  # an application's own outbox has no deliveries
 
-    @app.command("list")
-    def list_(*, context: Context = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    def list_(*, context: Context = None, place: Place, as_json: Json = False) -> None:
         """List what fails, oldest first, and how many wait behind each; never their payloads."""
-        found = with_broker(url, token_file, lambda client: client.list_things(things, MeshQuery(mesh=context)))
+        query = MeshQuery(mesh=context)
+        found = place.ask(lambda client: client.list_things(things, query), lambda own: own.failing(context))
         listing(
             found.failing,
             _FAILING,
@@ -73,19 +72,23 @@ def failing(source: str) -> typer.Typer:
             as_json=as_json,
         )
 
-    @app.command(help=f"{things.verbs['drop'].effect[:-1]}; `log` shows who did it, and why.")
-    @with_options
-    def drop(*, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
+    def drop(*, ids: Ids = None, filters: Filters, change: Change, reach: Reach, database: Database = None) -> None:
+        place = Place(database, reach.url, reach.token_file)
         chosen = chosen_ids(ids)
         group = f"worker {source}"
         check_choice(things.name, group, chosen, everything=change.everything, filtered=filters != Filters())
-        named = asking(things, "drop", unpublished.Ids(ids=chosen), reach, mesh=None)
 
         def ask(asked: Asked) -> Portion:
-            if asked.ids is not None:
-                return named(asked)
+            if (wanted := asked.ids) is not None:
+                meant, why, dry_run = unpublished.Ids(ids=list(wanted)), asked.why, asked.dry_run
+                result = place.ask(
+                    lambda client: client.change(things, "drop", meant, reason=why, dry_run=dry_run),
+                    lambda own: own.drop(wanted, reason=why, dry_run=dry_run),
+                    timeout=_SECONDS,
+                )
+                return Portion(result.done, {})
             query = MeshQuery(mesh=reach.mesh)
-            found = with_broker(reach.url, reach.token_file, lambda client: client.list_things(things, query))
+            found = place.ask(lambda client: client.list_things(things, query), lambda own: own.failing(reach.mesh))
             return Portion([one.id for one in found.failing if filters.match(one)], {})
 
         done, said = 0, "would be dropped" if change.dry_run else "dropped"
@@ -97,16 +100,19 @@ def failing(source: str) -> typer.Typer:
         if not done:
             note(f"no {source} match: nothing to do")
 
-    @app.command()
-    def log(*, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    def log(*, place: Place, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
         listing(
-            with_broker(url, token_file, lambda client: client.log(things)).dropped,
+            place.ask(lambda client: client.log(things), lambda own: own.dropped()).dropped,
             _DROPPED,
             lambda one: (one.dropped_at, one.dropped_by, one.id, one.subject, one.error, one.reason),
             as_json=as_json,
         )
 
+    app.command("list")(with_options(list_, without=without))
+    help_ = f"{things.verbs['drop'].effect[:-1]}; `log` shows who did it, and why."
+    app.command(help=help_)(with_options(drop, without=without))
+    app.command()(with_options(log, without=without))
     return app
 
 
@@ -136,11 +142,13 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
 
 @app.command()
-def backlog(*, context: Context = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+@with_options
+def backlog(*, context: Context = None, place: Place, as_json: Json = False) -> None:
     """Show what waits to be published, and since when."""
     query = MeshQuery(mesh=context)
+    sources = unpublished.SOURCES
     listing(
-        with_broker(url, token_file, lambda client: client.list_things(unpublished.SOURCES, query)).sources,
+        place.ask(lambda client: client.list_things(sources, query), lambda own: own.backlogs(context)).sources,
         ("source", "waiting", "oldest", "failed before"),
         lambda one: (one.source, one.count, ago(one.oldest_at), one.failing),
         as_json=as_json,
@@ -148,14 +156,14 @@ def backlog(*, context: Context = None, url: Url = None, token_file: TokenFile =
 
 
 @app.command(help=unpublished.SOURCES.verbs["redrive"].effect)
+@with_options
 def redrive(
     *,
     since: Since,
     stream: Stream = None,
     confirmed: Confirmed = False,
     reason: Reason = None,
-    url: Url = None,
-    token_file: TokenFile = None,
+    place: Place,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -165,10 +173,9 @@ def redrive(
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
     meant = unpublished.PublishedFilter(since=since, stream=stream, confirmed=confirmed)
-    result = with_broker(
-        url,
-        token_file,
+    result = place.ask(
         lambda client: client.change(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry_run),
+        lambda own: own.redrive(meant, reason=why, dry_run=dry_run),
         timeout=_SECONDS,
     )
     counts = Counter[str]()

@@ -15,7 +15,14 @@ from postroom._wire.operations import VERBS as ROW_VERBS
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.config import reference
 from postroom.delivery.settings import StreamSettings
-from postroom.worker.config import AGENT_PREFIX, CONSUMER_PREFIX, AgentConfig, ConsumerConfig, WorkerConfig
+from postroom.worker.config import (
+    AGENT_PREFIX,
+    CONSUMER_PREFIX,
+    AgentConfig,
+    ConsumerConfig,
+    SourceSection,
+    WorkerConfig,
+)
 from postroom.worker.config import PREFIX as WORKER_PREFIX
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
@@ -87,7 +94,13 @@ A worker takes the same settings in a table of `[[agents]]`, without those of th
 
 `streams` of the worker and of a consumer is a list of tables, each `[[streams]]`. A variable cannot set it.
 
-{stream}"""
+{stream}
+## Sources
+
+`sources` of the worker is a list of tables, each `[[sources]]`: databases of applications, each with an outbox of its
+own ([applications.md](applications.md)). A variable cannot set it.
+
+{source}"""
 
 
 def configuration() -> str:
@@ -100,6 +113,7 @@ def configuration() -> str:
         consumer=reference(ConsumerConfig, CONSUMER_PREFIX),
         agent=reference(AgentConfig, AGENT_PREFIX),
         stream=reference(StreamSettings, None),
+        source=reference(SourceSection, None),
     )
 
 

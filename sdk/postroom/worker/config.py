@@ -190,6 +190,19 @@ class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     ] = KEEP_DAYS
 
 
+class SourceSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """An application's own database, whose events the worker publishes too."""
+
+    name: Annotated[
+        str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="what the log, the metrics and the status call it")
+    ]
+    database_url: Annotated[
+        str,
+        SECRET,
+        Meta(description="the application's Postgres, postgresql://…, where `postroom outbox install` has been run"),
+    ]
+
+
 class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The config of one worker; any number of them share a Postgres and a JetStream."""
 
@@ -198,7 +211,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         SECRET,
         Meta(
             description="Postgres 16 or newer, postgresql://…; required, except for a worker that has only "
-            "consumers or agents and publishes nothing"
+            "sources, consumers or agents"
         ),
     ] = None
     nats: NatsSettings
@@ -213,6 +226,9 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     streams: Annotated[list[StreamSettings], Meta(description="further streams to create and update")] = msgspec.field(
         default_factory=list
     )
+    sources: Annotated[
+        list[SourceSection], Meta(description="databases of applications to publish from too, as `[[sources]]`")
+    ] = msgspec.field(default_factory=list)
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
@@ -244,7 +260,7 @@ def load_config(
     """Read and check the config, with `flows` beside its own; raises `Fatal` (78) with the path of what is wrong."""
     config = load(WorkerConfig, file, prefix=PREFIX, environ=environ, shared=_WORKER_SHARED if file is None else None)
     config.flows += flows
-    if config.database_url is None and (config.flows or not (config.consumers or config.agents)):
+    if config.database_url is None and (config.flows or not (config.sources or config.consumers or config.agents)):
         variable = f"{PREFIX}DATABASE_URL"
         raise Fatal(Exit.CONFIG, f"database_url is not set: give one with --config FILE, or set {variable}")
     if config.record.keep_days < config.record.horizon_days:
@@ -267,19 +283,7 @@ def load_config(
             f"record.horizon_days ({config.record.horizon_days:g}): messages that are "
             "published again would be posted again",
         )
-    for number, consumer in enumerate(config.consumers):
-        _check_consumer(consumer)
-        if consumer.database_url is None and config.database_url is None:
-            raise Fatal(
-                Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url: set one"
-            )
-    for number, agent in enumerate(config.agents):
-        _check_agent(agent)
-        if agent.agent_class is None:
-            raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
-    durables = [consumer.consumer.durable for consumer in config.consumers]
-    if len(set(durables)) < len(durables):
-        raise Fatal(Exit.CONFIG, "consumers: two have the same consumer.durable; give one a worker of its own")
+    _check_parts(config)
     return config
 
 
@@ -351,6 +355,26 @@ def worker_of(config: ConsumerConfig | AgentConfig) -> WorkerConfig:
         consumers=[config] if isinstance(config, ConsumerConfig) else [],
         agents=[config] if isinstance(config, AgentConfig) else [],
     )
+
+
+def _check_parts(config: WorkerConfig) -> None:
+    for number, consumer in enumerate(config.consumers):
+        _check_consumer(consumer)
+        if consumer.database_url is None and config.database_url is None:
+            raise Fatal(
+                Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url: set one"
+            )
+    for number, agent in enumerate(config.agents):
+        _check_agent(agent)
+        if agent.agent_class is None:
+            raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
+    durables = [consumer.consumer.durable for consumer in config.consumers]
+    for names, twice in (
+        (durables, "consumers: two have the same consumer.durable; give one a worker of its own"),
+        ([source.name for source in config.sources], "sources: two have the same name; rename one"),
+    ):
+        if len(set(names)) < len(names):
+            raise Fatal(Exit.CONFIG, twice)
 
 
 def _check_consumer(config: ConsumerSection) -> None:

@@ -28,7 +28,7 @@ from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig
 from postroom.worker.consumer import open_consumer
 from postroom.worker.metrics import labelled, merged
-from postroom.worker.publication import open_publication
+from postroom.worker.publication import open_publication, open_source
 
 _STATUS_SECONDS: Final = 5.0
 _BEGIN_SECONDS: Final = 2.0  # that a start may take before its report says what is in the way
@@ -126,12 +126,16 @@ async def open_parts(config: WorkerConfig) -> AsyncIterator[Sequence[Part]]:
     agents = [(load_agent(section.agent_class or ""), section) for section in config.agents]
     parts: list[Part] = []
     async with AsyncExitStack() as stack:
+        publication = None
         if config.database_url is not None:
             publication = await stack.enter_async_context(open_publication(config))
             parts.append(publication)
             if config.consumers or agents:
                 await publication.upkeep.declare_first()
-        opened: list[AbstractAsyncContextManager[Part]] = [open_consumer(each, config) for each in config.consumers]
+        opened: list[AbstractAsyncContextManager[Part]] = [
+            open_source(each, config, publication) for each in config.sources
+        ]
+        opened += [open_consumer(each, config) for each in config.consumers]
         opened += [open_agent(agent, section, config.nats) for agent, section in agents]
         parts += [await stack.enter_async_context(each) for each in opened]
         yield parts

@@ -5,19 +5,29 @@ NATS may be away all the while, from the start on: what cannot be published wait
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import asyncpg
 import structlog
 from prometheus_client.core import Metric
 
-from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool, open_rooms
-from postroom.delivery import ROOM
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import (
+    UNREACHABLE,
+    Connection,
+    Pool,
+    check_version,
+    close_pool,
+    fatal_errors,
+    open_pool,
+    open_rooms,
+)
+from postroom.delivery import ROOM, applications
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
@@ -26,6 +36,7 @@ from postroom.delivery.programs import latency_totals
 from postroom.delivery.publishing import (
     DELIVERIES,
     EVENTS,
+    LETTERS,
     Backlog,
     Bell,
     PostgresSource,
@@ -37,7 +48,7 @@ from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
 from postroom.ledger.retention import JobRetention
-from postroom.worker.config import WorkerConfig
+from postroom.worker.config import SourceSection, WorkerConfig
 from postroom.worker.jobs import Jobs
 from postroom.worker.metrics import of_publication
 from postroom.worker.orphans import OrphanCheck
@@ -46,6 +57,7 @@ from postroom.worker.upkeep import Upkeep
 _log = structlog.get_logger(__name__)
 
 _CONNECTIONS: Final = 9  # one for each publisher, the bell, two for the upkeep, one for what is old, some for who asks
+_SOURCE_CONNECTIONS: Final = 7  # the same, with two publishers
 _WEBHOOK_CONNECTIONS: Final = 3
 _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
@@ -55,17 +67,17 @@ class Publication:
     """A database that is published from, with its webhooks and jobs."""
 
     pool: Pool
-    sources: list[PostgresSource]
+    sources: Sequence[PostgresSource]
     record: Record
     upkeep: Upkeep
-    publishers: list[Publisher]
+    publishers: Sequence[Publisher]
     bell: Bell
-    webhooks: Webhooks | None  # None: this database has no meshes
-    jobs: Jobs | None  # None: it has no flows
-    job_retention: JobRetention
-    orphan_check: OrphanCheck | None  # None: it has no meshes, or is not to check
-    name: ClassVar[str] = "publishing"
-    labels: ClassVar[Mapping[str, str]] = {}
+    webhooks: Webhooks | None = None  # None: this database has no meshes
+    jobs: Jobs | None = None  # None: it has no flows
+    job_retention: JobRetention | None = None  # None: it has no jobs
+    orphan_check: OrphanCheck | None = None  # None: it has no meshes, or is not to check
+    name: str = "publishing"
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flows(self) -> Collection[str]:
@@ -121,7 +133,8 @@ class Publication:
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""
-        _log.info("publishing", sources=[publisher.source.name for publisher in self.publishers], page=page)
+        sources = [publisher.source.name for publisher in self.publishers]
+        _log.info("publishing", **self.labels, sources=sources, page=page)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return what runs until the stop, by name."""
@@ -129,7 +142,8 @@ class Publication:
         tasks["bell"] = self.bell.run()
         tasks["upkeep"] = self.upkeep.run()
         tasks["lag"] = self.upkeep.note_lag()
-        tasks["job retention"] = self.job_retention.run()
+        if self.job_retention is not None:
+            tasks["job retention"] = self.job_retention.run()
         if self.orphan_check is not None:
             tasks["orphan check"] = self.orphan_check.run()
         if self.webhooks is not None:
@@ -154,17 +168,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
         has_broker = any(source.table is DELIVERIES for source in sources)
         record = Record(sources, config.record)
         upkeep = Upkeep(pool, sources, record, config)
-        publishers = [
-            Publisher(
-                source,
-                config.deliveries if source.table is DELIVERIES else config.events,
-                config.nats,
-                name=f"postroom-worker {source.name}",
-                opened=upkeep.look_after,
-                rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
-            )
-            for source in sources
-        ]
+        publishers = _publishers(sources, upkeep, config, "postroom-worker")
         bell = Bell(pool, publishers)
         webhooks = jobs = orphan_check = None
         if has_broker:
@@ -193,3 +197,66 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             job_retention=JobRetention(pool, config.jobs.keep_days),
             orphan_check=orphan_check,
         )
+
+
+@asynccontextmanager
+async def open_source(
+    section: SourceSection, config: WorkerConfig, publication: Publication | None
+) -> AsyncIterator[Publication]:
+    """Build what publishes from an application's database, and close it.
+
+    One that cannot be reached is waited for, while the others are published. Its meshes are those of the broker, where
+    `publication` has the broker's database. Raises `Fatal`: 78 where the login is refused or no outbox is installed.
+    """
+
+    async def check(connection: Connection) -> None:
+        await check_version(connection, *applications.ROOMS, migrate_with=applications.INSTALL)
+
+    name, url = f"postroom-worker {section.name}", section.database_url
+    try:
+        pool = await open_pool(url, name=name, connections=_SOURCE_CONNECTIONS, kept=0, on_connect=check)
+    except Fatal as fatal:
+        raise Fatal(fatal.exit_code, f"source {section.name}: {fatal}") from fatal
+    try:
+        try:
+            with fatal_errors():
+                async with pool.acquire():
+                    pass
+        except Fatal as fatal:
+            if fatal.exit_code is not Exit.UNAVAILABLE:
+                raise Fatal(fatal.exit_code, f"source {section.name}: {fatal}") from fatal
+            _log.warning("source_unreachable", database=section.name, error=str(fatal))
+        sources = [PostgresSource(pool, table, config.record) for table in (EVENTS, LETTERS)]
+        record = Record(sources, config.record)
+        has_broker = publication is not None and any(source.table is DELIVERIES for source in publication.sources)
+        upkeep = Upkeep(pool, sources, record, config, broker=publication.pool if publication and has_broker else None)
+        publishers = _publishers(sources, upkeep, config, name)
+        yield Publication(
+            pool=pool,
+            sources=sources,
+            record=record,
+            upkeep=upkeep,
+            publishers=publishers,
+            bell=Bell(pool, publishers),
+            name=f"source {section.name}",
+            labels={"database": section.name},
+        )
+    finally:
+        await close_pool(pool)
+
+
+def _publishers(
+    sources: Sequence[PostgresSource], upkeep: Upkeep, config: WorkerConfig, name: str
+) -> Sequence[Publisher]:
+    """Return a publisher for each source of one database, which NATS knows by `name`."""
+    return [
+        Publisher(
+            source,
+            config.deliveries if source.table is DELIVERIES else config.events,
+            config.nats,
+            name=f"{name} {source.name}",
+            opened=upkeep.look_after,
+            rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+        )
+        for source in sources
+    ]

@@ -3,6 +3,8 @@
 The upkeep has a connection of its own, on which it hears what others take out of the streams; that begins a round.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.delivery.applications.installation import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
@@ -45,10 +48,23 @@ _LINK_SECONDS: Final = 0.5  # between two looks whether NATS can be asked
 
 
 class Upkeep:
-    """Declares streams and compares them with the record."""
+    """Declares streams and compares them with the record.
 
-    def __init__(self, pool: Pool, sources: Sequence[PostgresSource], record: Record, config: WorkerConfig) -> None:
+    `broker` is the broker's database where that is another one: its meshes are made known in this one, so that nothing
+    is emitted to any other.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        sources: Sequence[PostgresSource],
+        record: Record,
+        config: WorkerConfig,
+        *,
+        broker: Pool | None = None,
+    ) -> None:
         self._pool = pool
+        self._broker = broker
         self._record = record
         self._config = config
         self._has_broker = any(source.table is DELIVERIES for source in sources)
@@ -131,6 +147,9 @@ class Upkeep:
         await self._work_queues.prune()
         await self._record.prune()
         await self._once.forget()
+        if self._broker is not None:
+            meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
+            await know_meshes(self._pool, meshes)
 
     async def _connected(self) -> Link:
         """Return a connection that stands, and hears."""

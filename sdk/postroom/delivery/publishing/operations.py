@@ -43,9 +43,11 @@ async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
     return [Dropped(**row) for row in await connection.fetch(table.queries["list_dropped"], LIMIT)]
 
 
-async def list_backlogs(connection: Connection, context: str | None = None) -> list[SourceBacklog]:
+async def list_backlogs(
+    connection: Connection, context: str | None = None, *, tables: Sequence[Table] = TABLES
+) -> list[SourceBacklog]:
     """Return what waits to be published of each table, of one context or of all."""
-    found = [(table, await connection.fetchrow(table.queries["backlog"], context)) for table in TABLES]
+    found = [(table, await connection.fetchrow(table.queries["backlog"], context)) for table in tables]
     return [SourceBacklog(source=table.name, **dict(row)) for table, row in found if row is not None]
 
 
