@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, ca
 from postroom._wire.message import SendRequest
 from postroom._wire.retry import Patience
 from postroom._wire.sends import BatchResult
-from postroom._wire.sockets import BlockingPool
+from postroom._wire.sockets import BlockingPool, run_to_end
 from postroom._wire.transport import Exchanges
 from postroom.client import AsyncClient
 
@@ -48,7 +48,7 @@ def _blocking(
     @functools.wraps(method)
     def call(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         self._check_process()
-        return cast(_R, _run_to_end(getattr(self._requests, method.__name__)(*args, **kwargs)))
+        return cast(_R, run_to_end(getattr(self._requests, method.__name__)(*args, **kwargs)))
 
     return call
 
@@ -98,7 +98,7 @@ class Client:
         if self._process != os.getpid():
             return
         self._process = None
-        _run_to_end(self._requests.close())
+        run_to_end(self._requests.close())
         if self._streams is not None:
             loop, streamer = self._streams
             loop.run(streamer.close)
@@ -162,12 +162,3 @@ class _Requests(AsyncClient):
 
 async def _sleep(seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 - there is no loop
-
-
-def _run_to_end(work: Coroutine[Any, Any, _R]) -> _R:
-    """Run a coroutine that never waits for a loop."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-    raise RuntimeError("a request without a loop has waited for one")

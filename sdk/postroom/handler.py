@@ -8,7 +8,8 @@ has each effect once), `Postroom-Attempt` (1 for the first), `traceparent` where
 (`postroom.signatures`).
 
 The handler answers 2xx when the effect has happened, 409 when it had happened before, 422 when the message can never be
-handled, and anything else, such as 503 with `Retry-After`, to have it retried later.
+handled, and anything else, such as 503 with `Retry-After`, to have it retried later. `postroom.transaction.inbox` has
+the effect once where it is in a Postgres of the handler's own.
 """
 
 from datetime import datetime
@@ -20,7 +21,7 @@ __all__ = ["HandlerRequest"]
 
 
 class HandlerRequest(msgspec.Struct, kw_only=True):
-    """One message for a handler."""
+    """One message for a handler; `consumer` is the durable consumer that it is from."""
 
     message_id: str
     subject: str
@@ -29,4 +30,11 @@ class HandlerRequest(msgspec.Struct, kw_only=True):
     occurred_at: datetime
     correlation_id: str | None = None
     causation_id: str | None = None
+    consumer: str | None = None
     payload: Any
+
+    @property
+    def mesh(self) -> str:
+        """The mesh that the message is of, as its subject says."""
+        words = self.subject.split(".")
+        return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]

@@ -18,7 +18,7 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-GUIDES = ("operations", "backup", "delivery", "jobs", "spark", "pipelines", "testing")
+GUIDES = ("operations", "backup", "delivery", "applications", "jobs", "spark", "pipelines", "testing")
 PAGES = ["README.md", "sdk/README.md", *(f"docs/{name}.md" for name in GUIDES)]
 EXCHANGE = """
 import os, socket, sys

@@ -11,13 +11,25 @@ import select
 import socket
 import threading
 import time
-from typing import Final, cast
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar, cast
 
 from postroom._wire.http import AnswerReader, Garbled, Head, Unreachable
 
 IDLE_SECONDS: Final = 15.0  # after which a connection that nobody needs is closed
 BACKLOG_PAUSE: Final = 0.01  # seconds until a daemon that has no room for another connection is asked again
 _RECEIVED_AT_ONCE: Final = 64 * 1024  # bytes
+
+_R = TypeVar("_R")
+
+
+def run_to_end(work: Coroutine[Any, Any, _R]) -> _R:
+    """Run a coroutine that never waits for a loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise RuntimeError("what runs without a loop has waited for one")
 
 
 class BlockingConnection:

@@ -46,6 +46,7 @@ def handler_request(
     subject: str | None = None,
     mesh: str = "demo",
     sender: str = "alice",
+    consumer: str = "test",
     message_id: str | None = None,
     attempt: int = 1,
     last_error: str | None = None,
@@ -61,7 +62,8 @@ def handler_request(
 
     An event is named by `event` and `version`, or by its whole `subject`. The request is signed where there is a
     `secret`, at `signed_at` (seconds since the epoch; now where that is not given). Another attempt at a message is
-    another request with its `message_id`. `form` is the `handler.format` of the consumer. Raises `InvalidMessage`.
+    another request with its `message_id`. `consumer` is the durable consumer that makes it, `form` its
+    `handler.format`. Raises `InvalidMessage`.
     """
     if isinstance(message, Sent):
         kind, ref = parse_destination(message.to)
@@ -89,7 +91,7 @@ def handler_request(
     }
     said = {name: value for name, value in given.items() if value is not None}
     incoming = read(Delivery(subject, _encode(message), said, said[MESSAGE_ID], "TEST", 1, attempt, moment))
-    content, made = posted(incoming, attempt, last_error, form)
+    content, made = posted(incoming, consumer, attempt, last_error, form)
     if secret is not None:
         made |= signed(secret, said[MESSAGE_ID], content, int(time.time()) if signed_at is None else signed_at)
     return ConsumerRequest(content, made)

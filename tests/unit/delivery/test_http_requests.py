@@ -21,7 +21,7 @@ def delivery(
 
 
 def request(subject: str = "sea.event.tide.v2", **named: str) -> HandlerRequest:
-    return msgspec.json.decode(body(read(delivery(subject, **named))), type=HandlerRequest)
+    return msgspec.json.decode(body(read(delivery(subject, **named)), "billing"), type=HandlerRequest)
 
 
 def test_an_event_is_named_and_numbered_by_its_subject() -> None:

@@ -8,7 +8,20 @@ import pkgutil
 import pytest
 
 import postroom
-from postroom import agent, blocking, broker, client, errors, flow, handler, once, retry_policy, signatures, testing
+from postroom import (
+    agent,
+    blocking,
+    broker,
+    client,
+    errors,
+    flow,
+    handler,
+    once,
+    retry_policy,
+    signatures,
+    testing,
+    transaction,
+)
 from postroom.spark import session
 from postroom.testing import fixtures
 
@@ -122,6 +135,7 @@ PUBLIC = {
         "handler_request",
     },
     fixtures: {"Mailroom", "mailroom"},
+    transaction: {"AsyncConnection", "Handling", "emit", "emit_command", "inbox"},
     session: {
         "Java",
         "OLDEST",

@@ -218,7 +218,7 @@ class HttpHandler:
         if claim.attempt > delivery.most_attempts(self._attempts.most):
             return Dead(MAX_DELIVER, claim.last_error or ACK_TIMEOUT, claim.attempt - 1), False
         with self.counters.call():
-            made = posted(incoming, claim.attempt, claim.last_error, self._client.format)
+            made = posted(incoming, self._inbox.consumer, claim.attempt, claim.last_error, self._client.format)
             answer = await self._client.call(*made)
         self.counters.answers[answer.code or f"http_{answer.status}"] += 1
         if not answer.reached:

@@ -100,7 +100,7 @@ class InboxMessages:
         self._waiting = 0  # queries that Postgres has not answered at the first try
         self.leases = Leases(self.renew, lease_seconds)
         self._pool = pool
-        self._consumer = consumer
+        self.consumer = consumer
         self._lease_seconds = lease_seconds
         self._claims = PostgresClaims(_TABLE, _PARTS, self._fetch)
         self._claiming = Grouped(self._claim)
@@ -129,7 +129,7 @@ class InboxMessages:
 
     async def _claim(self, messages: Sequence[Incoming]) -> list[State]:
         rows = [
-            (each.source_context, each.message_id, self._consumer, each.delivery.subject, each.causation_id)
+            (each.source_context, each.message_id, self.consumer, each.delivery.subject, each.causation_id)
             for each in messages
         ]
         return await self._claims.claim(rows, str(uuid4()), self._lease_seconds)
@@ -146,7 +146,7 @@ class InboxMessages:
                     raise
                 except (*UNREACHABLE, asyncpg.PostgresError) as error:
                     tried = f"{type(error).__name__}: {error}"
-                    _log.warning("postgres_waited_for", consumer=self._consumer, error=tried)
+                    _log.warning("postgres_waited_for", consumer=self.consumer, error=tried)
                     self._waiting += failures == 0
                     failures += 1
                     await asyncio.sleep(_PAUSES.seconds(failures))

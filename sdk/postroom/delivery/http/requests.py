@@ -69,8 +69,8 @@ def read(delivery: Delivery) -> Incoming:
     return Incoming(subject.context, message_id, delivery, subject)
 
 
-def body(incoming: Incoming) -> bytes:
-    """Return the request's body; the payload stands in it byte for byte."""
+def body(incoming: Incoming, consumer: str) -> bytes:
+    """Return the body of the request of a consumer; the payload stands in it byte for byte."""
     delivery = incoming.delivery
     headers = delivery.headers
     return _encode(
@@ -82,6 +82,7 @@ def body(incoming: Incoming) -> bytes:
             occurred_at=delivery.occurred_at,
             correlation_id=_words(headers.get("X-Correlation-Id")),
             causation_id=_words(headers.get("X-Causation-Id")),
+            consumer=consumer,
             payload=msgspec.Raw(delivery.data),
         )
     )
@@ -103,12 +104,12 @@ def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[st
 
 
 def posted(
-    incoming: Incoming, attempt: int, last_error: str | None, form: HandlerFormat
+    incoming: Incoming, consumer: str, attempt: int, last_error: str | None, form: HandlerFormat
 ) -> tuple[bytes, dict[str, str]]:
     """Return the body and the headers of a request in the form that its handler wants, but for the signature."""
     made = headers(incoming, attempt, last_error)
     if form == "postroom":
-        return body(incoming), made
+        return body(incoming, consumer), made
     event = cloudevent(incoming)
     if form == "cloudevents":
         return event.structured(), {**made, "Content-Type": STRUCTURED}

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from support.handlers import Call, CountingHandler, serving
 from support.http_consumers import Inbox, settled
-from support.jetstream import QUICK, Context, until
+from support.jetstream import DURABLE, QUICK, Context, until
 from support.waiting import until as until_noticed
 
 from postroom._wire.retry import Backoff
@@ -245,7 +245,7 @@ async def test_the_request_is_the_seeds_with_key_trace_and_attempt_and_signed(
     assert call.body == (
         b'{"message_id":"550e8400-e29b-41d4-a716-446655440000","subject":"%b","event_type":"order_placed",'
         b'"event_version":1,"occurred_at":"2025-12-28T22:00:00Z","correlation_id":"c-1","causation_id":"k-1",'
-        b'"payload":{"total": 1.50}}' % context.subject.encode()
+        b'"consumer":"%b","payload":{"total": 1.50}}' % (context.subject.encode(), DURABLE.encode())
     )
     sent = call.headers
     assert (sent["Idempotency-Key"], sent["Postroom-Attempt"]) == ("550e8400-e29b-41d4-a716-446655440000", "1")

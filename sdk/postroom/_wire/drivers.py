@@ -1,0 +1,148 @@
+"""Statements on whatever connection a program has to its Postgres: one shape for the drivers that there are.
+
+A driver is known by what its connections offer, so that none is imported that the program has not. A step is a
+coroutine; with a connection that is not asynchronous it never waits for a loop (`sockets.run_to_end`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+Values = Mapping[str, str | None]
+
+_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)\b")
+
+
+class Driver(Protocol):
+    """A connection of one library."""
+
+    asynchronous: bool
+
+    async def in_transaction(self) -> bool:
+        """Tell whether what it writes waits for the program's commit."""
+        ...
+
+    async def row(self, query: str, values: Values) -> Sequence[Any]:
+        """Return the one row of a query, whose parameters stand in it as `:name`; raises what the library raises."""
+        ...
+
+
+class Asyncpg:
+    """A connection of asyncpg, perhaps lent by a pool."""
+
+    asynchronous = True
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def in_transaction(self) -> bool:
+        """Tell whether a transaction block is open."""
+        return bool(self._connection.is_in_transaction())
+
+    async def row(self, query: str, values: Values) -> Sequence[Any]:
+        """Write the parameters as numbers."""
+        names = list(dict.fromkeys(_PARAMETER.findall(query)))
+        numbered = _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", query)
+        row = await self._connection.fetchrow(numbered, *(values[name] for name in names))
+        return tuple(row)
+
+
+class Psycopg:
+    """A `Connection` or an `AsyncConnection` of psycopg 3."""
+
+    def __init__(self, connection: Any) -> None:
+        self.asynchronous = inspect.iscoroutinefunction(connection.execute)
+        self._connection = connection
+
+    async def in_transaction(self) -> bool:
+        """Tell whether a transaction is open, or its next statement opens one."""
+        return not self._connection.autocommit or self._connection.info.transaction_status.name != "IDLE"
+
+    async def row(self, query: str, values: Values) -> Sequence[Any]:
+        """Take a cursor whose rows are tuples, whatever those of the connection are."""
+        cursor = self._connection.cursor(row_factory=lambda _: tuple)
+        await _done(cursor.execute(_in_percent(query), values))
+        row: Sequence[Any] = await _done(cursor.fetchone())
+        await _done(cursor.close())
+        return row
+
+
+class SqlAlchemy:
+    """A session or a connection of SQLAlchemy, asynchronous or not, over any of its drivers."""
+
+    def __init__(self, connection: Any) -> None:
+        self.asynchronous = inspect.iscoroutinefunction(connection.execute)
+        self._connection = connection
+
+    async def in_transaction(self) -> bool:
+        """Tell whether its transactions are some: each begins by itself, but for those that commit each statement."""
+        lent = await self._lent()
+        return not getattr(getattr(lent, "sync_connection", lent).connection.dbapi_connection, "autocommit", False)
+
+    async def row(self, query: str, values: Values) -> Sequence[Any]:
+        """Execute it as a text, in SQLAlchemy's own way of writing parameters."""
+        from sqlalchemy import text  # noqa: PLC0415 - the program has it
+
+        lent = await self._lent()
+        row: Sequence[Any] = (await _done(lent.execute(text(query), values))).one()
+        return row
+
+    async def _lent(self) -> Any:
+        """Return the connection of a session, which is in its transaction."""
+        is_session = hasattr(self._connection, "get_bind")
+        return await _done(self._connection.connection()) if is_session else self._connection
+
+
+class Django:
+    """Django's connection to one of its databases."""
+
+    asynchronous = False
+
+    def __init__(self, connection: Any) -> None:
+        if connection.vendor != "postgresql":
+            raise TypeError(f"this Django database is {connection.vendor}: the outbox is in Postgres")
+        self._connection = connection
+
+    async def in_transaction(self) -> bool:
+        """Tell whether it is within `transaction.atomic`, or commits by hand."""
+        return bool(self._connection.in_atomic_block or not self._connection.get_autocommit())
+
+    async def row(self, query: str, values: Values) -> Sequence[Any]:
+        """Take a cursor."""
+        with self._connection.cursor() as cursor:
+            cursor.execute(_in_percent(query), values)
+            row: Sequence[Any] = cursor.fetchone()
+        return row
+
+
+# What the connections of each offer, and no other's.
+_DRIVERS: Final[Mapping[str, type[Asyncpg | Psycopg | SqlAlchemy | Django]]] = {
+    "is_in_transaction": Asyncpg,
+    "in_atomic_block": Django,
+    "in_nested_transaction": SqlAlchemy,
+    "get_bind": SqlAlchemy,  # a scoped session, which is a session's stand-in
+    "pgconn": Psycopg,
+}
+
+
+def driver_of(connection: Any) -> Driver:
+    """Return what speaks to `connection`; raises `TypeError` for what is no connection of a known library."""
+    for attribute, driver in _DRIVERS.items():
+        if hasattr(connection, attribute):
+            return driver(connection)
+    kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
+    raise TypeError(
+        f"{kind} is not a connection of asyncpg, psycopg 3, SQLAlchemy or Django; of a pool, take one first"
+    )
+
+
+async def _done(answer: Any) -> Any:
+    """Return what a call of either kind returns."""
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _in_percent(query: str) -> str:
+    return _PARAMETER.sub(r"%(\1)s", query)
