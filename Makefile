@@ -14,10 +14,10 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-systemd test-bare clean
+.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-monitoring test-systemd test-bare clean
 
 help: ## list the tasks
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## the virtual environment and everything in it; quick when nothing changed
 
@@ -71,7 +71,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever.
 test: $(SPARK_STAMP) $(EXAMPLES) ## every test but the slow suites
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd and not browser"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd and not browser and not monitoring"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
@@ -86,8 +86,9 @@ format: setup ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## write the pages that follow from the code
+docs: setup ## write the pages that follow from the code, and what follows from the pages
 	$(BIN)/python docs/generate.py
+	$(BIN)/python monitoring/generate.py
 
 bench: $(SPARK_STAMP) $(PEERS) ## the benchmarks, each beside its baseline or peers, into docs/performance.md; BENCH="full lone" for some
 	$(BIN)/python -m bench --write $(BENCH)
@@ -109,6 +110,10 @@ $(AXE): $(STAMP)
 
 test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
 	AXE=$(abspath $(AXE)) $(BIN)/pytest -m browser tests/browser
+
+test-monitoring: setup ## the alerts' rules under Prometheus' own checker (apt: prometheus)
+	@command -v promtool > /dev/null || { echo "this needs Prometheus: apt-get install prometheus"; exit 1; }
+	$(BIN)/pytest -m monitoring tests/monitoring
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container, lintian)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian

@@ -107,7 +107,7 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def fill_shell(tree: Path, version: str, day: datetime) -> None:
-    """Add the command, its manual page and its completions, and the guides."""
+    """Add the command, its manual page and its completions, the guides, and what Prometheus and Grafana read."""
     link = tree / "usr/bin/postroom"
     link.parent.mkdir(parents=True)
     link.symlink_to("../lib/postroom/bin/postroom")
@@ -121,7 +121,9 @@ def fill_shell(tree: Path, version: str, day: datetime) -> None:
         file.parent.mkdir(parents=True)
         environment = os.environ | {"_POSTROOM_COMPLETE": f"source_{shell}", "PYTHONDONTWRITEBYTECODE": "1"}
         file.write_bytes(subprocess.check_output([sys.executable, "-m", "cli"], cwd=site, env=environment))
-    shutil.copytree(ROOT / "docs", tree / "usr/share/doc/postroom/docs", ignore=shutil.ignore_patterns("*.py", "__*"))
+    for folder in ("docs", "monitoring"):
+        place = tree / "usr/share/doc/postroom" / folder
+        shutil.copytree(ROOT / folder, place, ignore=shutil.ignore_patterns("*.py", "__*"))
 
 
 def fill_units(host: Path, server: Path) -> None:
