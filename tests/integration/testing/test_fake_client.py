@@ -79,3 +79,18 @@ async def test_a_batch_is_answered_as_the_daemon_answers_it(daemon: LoneDaemon) 
         answers = [[said(each) async for each in client.send_many(messages)] for client in (real, FakeAsyncClient())]
     assert answers[0] == answers[1]
     assert len(answers[0]) == len(messages)
+
+
+async def test_a_cloudevent_is_one_message_at_either_and_its_headers_may_say_anything(daemon: LoneDaemon) -> None:
+    headers = {"ce-specversion": "1.0", "ce-id": "%C3%A9 17", "ce-source": "/shop", "ce-type": "order", "ce-n": "a%25b"}
+    async with AsyncClient(daemon.socket) as real:
+        for body, media in ((b'{"order": 17}', "application/json"), (b"", "")):
+            given = {**headers, "ce-subject": media, "Content-Type": media} if media else headers
+            answers = [
+                [(sent.client_message_id, sent.duplicate), (again.client_message_id, again.duplicate)]
+                for client in (real, FakeAsyncClient())
+                for sent in [await client.send_cloudevent(f"topic:t{len(body)}", given, body)]
+                for again in [await client.send_cloudevent(f"topic:t{len(body)}", given, body)]
+            ]
+            assert answers[0] == answers[1]
+            headers["ce-source"] = "/another"
