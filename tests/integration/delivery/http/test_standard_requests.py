@@ -77,6 +77,7 @@ def requested(call: Call, last_error: str | None) -> tuple[bytes, dict[str, str]
     request = handler_request(
         {"order": 17},
         subject=call.request.subject,
+        consumer=call.request.consumer or "",
         message_id="m-1",
         attempt=call.attempt,
         last_error=last_error,
