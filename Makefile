@@ -7,6 +7,7 @@ STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
 PEERS  := $(VENV)/peers
 EXAMPLES := $(VENV)/examples
+CONTAINERS := $(VENV)/containers
 AXE_VERSION := 4.10.3
 AXE    := $(VENV)/axe-core-$(AXE_VERSION).tgz
 AXE_SHA512 := 5e6edba515e70d25f6604d9815f064d859c5d1ea7ab661bbc4f87c88779ef0c21cae0abbeb636471ef39e9d62d2582e4b88a1866f19f4ecfcf6d986275e4dc12
@@ -14,7 +15,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-monitoring test-systemd test-bare clean
+.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,12 +47,13 @@ $(EXAMPLES): $(STAMP) examples.lock
 	@rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r examples.lock
 
-lock: ## resolve the five lock files again (needs uv)
+lock: ## resolve the six lock files again (needs uv)
 	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
 	$(RESOLVE) --group bench -c dev.lock -o bench.lock
 	$(RESOLVE) --group examples -c dev.lock -o examples.lock
+	$(RESOLVE) --group containers -o containers.lock
 
 # Every time in what is built is that of the commit, so that two builds of one commit are the same bytes.
 wheels release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
@@ -71,7 +73,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever.
 test: $(SPARK_STAMP) $(EXAMPLES) ## every test but the slow suites
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd and not browser and not monitoring"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
@@ -117,6 +119,13 @@ test-monitoring: setup ## the alerts' rules under Prometheus' own checker (apt: 
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container, lintian)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
+
+$(CONTAINERS): $(STAMP) containers.lock
+	@rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r containers.lock
+
+test-containers: wheels $(CONTAINERS) ## the image, compose.yaml, the manifests (root, debootstrap, docker.io, docker-compose, podman, runc, kubernetes-client)
+	$(BIN)/pytest -m containers tests/containers
 
 test-bare: wheels ## a fresh clone and the wheels alone on a bare Debian (root, debootstrap, systemd-container)
 	$(BIN)/python tests/bare_machine/run --wheels --suite bookworm trixie forky
