@@ -10,7 +10,6 @@ import stat
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from broker_client.settings import BrokerClientSettings
 from postroom._wire.connections import Pool, url_dial
@@ -118,16 +117,13 @@ class Channel:
     def __init__(self, settings: BrokerClientSettings) -> None:
         """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
         try:
-            parts = urlsplit(settings.url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-        except ValueError:  # a port that is none
-            usable = False
-        if not usable or parts.username is not None or parts.query or parts.fragment:
+            site = Site.of(settings.url)
+        except ValueError:
             rule = "give the broker's address as https://host[:port], without user, query or fragment"
-            raise Fatal(Exit.CONFIG, f"broker.url: {rule}")
-        if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not settings.allow_plaintext:
+            raise Fatal(Exit.CONFIG, f"broker.url: {rule}") from None
+        if not (site.tls or site.host in _LOOPBACK or settings.allow_plaintext):
             advice = "would expose the token to the network: use https, or set broker.allow_plaintext"
-            raise Fatal(Exit.CONFIG, f"broker.url: http://{parts.hostname} {advice}")
+            raise Fatal(Exit.CONFIG, f"broker.url: http://{site.host} {advice}")
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
@@ -139,7 +135,6 @@ class Channel:
                 raise Fatal(
                     Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}; check that file"
                 ) from error
-        site = Site.of(self.base)
         always = {
             "Host": site.authority,
             "User-Agent": "postroom-daemon",
@@ -169,7 +164,8 @@ class Channel:
                 repeatable=False,  # a try that broke may have taken effect, which only the relay may forget
             )
         except Unreachable as error:
-            sentence = f"cannot connect to {self.base}: {clean(str(error.__cause__))}"
+            late = f"nobody answered within {self._settings.connect_seconds:g} s"
+            sentence = f"cannot connect to {self.base}: {clean(str(error.__cause__)) or late}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
         except TimeoutError as error:
             sentence = f"{self.base} did not answer completely within {self._settings.request_seconds:g} s"
