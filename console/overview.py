@@ -90,9 +90,9 @@ class Watch:
             client.counts(DEAD_LETTERS),
             client.counts(JOBS),
         )
-        if time.monotonic() - self._minutes_at > REPORT_SECONDS:
-            self._minutes_at = time.monotonic()
+        if (now := time.monotonic()) - self._minutes_at > REPORT_SECONDS:
             self.minutes = (await client.list_things(MINUTES, MinutesQuery())).minutes
+            self._minutes_at = now
         plots = draw(self.minutes)
         rates = self._rates(programs.programs)
         counts = {

@@ -238,6 +238,17 @@ async def test_the_overview_draws_the_last_hour_and_says_it_as_a_table(
     await postgres.close()
 
 
+async def test_the_overview_is_there_as_soon_as_the_minutes_can_be_read_again(office: Any) -> None:
+    postgres = await asyncpg.connect(office.database)
+    await postgres.execute("ALTER TABLE postroom.minute_counts RENAME TO away")
+    browser = await office.logged_in()
+    assert (browser.shown.path, browser.shown.status) == ("/", 500)
+    await postgres.execute("ALTER TABLE postroom.away RENAME TO minute_counts")
+    await postgres.close()
+    page = await browser.open("/")
+    assert (page.status, page.text.count('<th scope="row">')) == (200, 60)
+
+
 async def test_a_token_that_is_revoked_shows_nothing_while_others_look(office: Any, admin: Any) -> None:
     eve = await office.logged_in("eve")
     async with BrokerClient(office.broker_url, office.tokens["administrator"]) as client:
