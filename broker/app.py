@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -45,9 +46,29 @@ from postroom._wire.programs import MINUTES, PROGRAMS, Report
 from postroom._wire.sends import EndedRows
 from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
-from postroom.chassis.routes import Route, application, json_response, openapi
+from postroom.chassis.routes import Access, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
+
+_ACCESS: Final = MappingProxyType(
+    {
+        "anyone": Access("anyone, without a token", "none"),
+        "member": Access("a member of a mesh, about itself"),
+        "reader": Access("everybody with a token"),
+        "itself": Access("the member that it is about, and whoever may `administer` its mesh"),
+        "look": Access("an operator of the mesh that may `look`, `repair` or `administer`; a mesh's admin"),
+        "repair": Access("an operator of the mesh that may `repair` or `administer`; a mesh's admin"),
+        "administer": Access("an operator of the mesh that may `administer`; a mesh's admin"),
+        "broker_look": Access("an operator of every mesh"),
+        "broker_repair": Access("an operator of every mesh that may `repair` or `administer`"),
+        "broker_administer": Access("an operator of every mesh that may `administer`"),
+    }
+)
+_BEARER: Final = "The token of a member or an operator, or the administrator's."
+_ABOUT: Final = (
+    "What daemons, operators and readers ask a broker. Every error is a problem (RFC 9457), with a stable `code`; "
+    "docs/contract/accept.md has the rules."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +208,9 @@ def routes(services: Services) -> list[Route]:
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
               summary="Whether it can accept now", answers={200: api.BrokerHealth, 503: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/metrics", handler=control.metrics, access="anyone",
-              summary="Prometheus metrics", answers={200: None}, problems=()),
+              summary="Prometheus metrics", answers={200: str}, answer_media=CONTENT_TYPE, problems=()),
         Route(method="GET", path="/openapi.json", handler=control.openapi, access="anyone",
-              summary="This document", answers={200: None}, problems=()),
+              summary="This document", answers={200: dict[str, Any]}, problems=()),
     ]  # fmt: skip
 
 
@@ -278,4 +299,11 @@ class _Control:
 
 def document(services: Services) -> dict[str, Any]:
     """Return the OpenAPI document of the broker."""
-    return openapi(routes(services), title="Postroom broker", version=version("postroom-server"))
+    return openapi(
+        routes(services),
+        title="Postroom broker",
+        version=version("postroom-server"),
+        description=_ABOUT,
+        bearer=_BEARER,
+        access=_ACCESS,
+    )

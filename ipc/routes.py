@@ -3,7 +3,9 @@
 `access` is `caller` (every peer that the socket admits) or `operator` (a uid in the config's `operators`).
 """
 
-from typing import Any
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any, Final
 
 import msgspec
 
@@ -48,13 +50,36 @@ from postroom._wire.sends import (
     Version,
 )
 from postroom._wire.trace import Story, TraceQuery
-from postroom.chassis.routes import NDJSON, Route, openapi
+from postroom.chassis.routes import NDJSON, Access, Route, openapi
 
 CALLER = "caller"
 OPERATOR = "operator"
 _BODY = (400, 403, 413, 415)  # what a request with a body can be refused with
 _SEND = (*_BODY, 409, 429, 503, 507)
 _VERB = (*_BODY, 404, 409)
+_SEND_HEADERS: Final = MappingProxyType(
+    {
+        "Idempotency-Key": "the `client_message_id`, if it is not in the body",
+        "traceparent": "the trace that the message belongs to (W3C Trace Context)",
+    }
+)
+_SENT_HEADERS: Final = MappingProxyType(
+    {
+        202: {"Location": "where to ask what became of it", "Idempotent-Replayed": "`true` for a repeated send"},
+        200: {"Idempotent-Replayed": "`true`: the message had been sent under this id before"},
+    }
+)
+_ACCESS: Final = MappingProxyType(
+    {
+        CALLER: Access("every user that the socket admits", "optional"),
+        OPERATOR: Access("users that `socket.operators` names; root and the daemon's own user without it", "optional"),
+    }
+)
+_BEARER: Final = "The local token, over TCP. On the Unix socket nobody needs one: the kernel says which user calls."
+_ABOUT: Final = (
+    "What a daemon serves on its Unix socket, and on 127.0.0.1 if `tcp.port` is set. Every error is a problem "
+    "(RFC 9457), with a stable `code`; docs/contract/send.md has the rules."
+)
 
 
 def routes(services: Services) -> list[Route]:
@@ -64,7 +89,8 @@ def routes(services: Services) -> list[Route]:
     # fmt: off
     table = [
         _route("POST", "/v1/send", sends.send, CALLER, "send one message",
-               body=SendRequest, answers={202: SendResult, 200: SendResult}, problems=_SEND),
+               body=SendRequest, headers=_SEND_HEADERS, answers={202: SendResult, 200: SendResult},
+               answer_headers=_SENT_HEADERS, problems=_SEND),
         _route("POST", "/v1/send/batch", sends.batch, CALLER, "send a stream of messages, one per line",
                body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
         _route("POST", "/v1/cloudevents", sends.cloudevent, CALLER, "send one CloudEvent, structured or binary",
@@ -105,7 +131,8 @@ def routes(services: Services) -> list[Route]:
         _route("GET", "/v1/inbox", inbox.list, CALLER, "received messages, page by page",
                query=InboxQuery, answers={200: InboxPage}, problems=(400, 404, 503)),
         _route("GET", "/v1/events", inbox.events, CALLER, "received messages as a live stream, from Last-Event-ID on",
-               query=EventsQuery, answers={200: InboxMessage}, answer_media=EVENT_STREAM,
+               query=EventsQuery, headers={"Last-Event-ID": "the position to resume after, instead of `since`"},
+               answers={200: InboxMessage}, answer_media=EVENT_STREAM,
                problems=(400, 404, 429, 503)),
 
         _route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
@@ -125,8 +152,13 @@ def routes(services: Services) -> list[Route]:
         _route("GET", "/v1/openapi.json", control.openapi, CALLER, "this document", answers={200: dict[str, Any]}),
     ]
     # fmt: on
-    control.document = openapi(table, title="Postroom daemon", version=services.version)
+    control.document = document(table, services.version)
     return table
+
+
+def document(table: Iterable[Route], version: str) -> dict[str, Any]:
+    """Return the OpenAPI document of the daemon."""
+    return openapi(table, title="Postroom daemon", version=version, description=_ABOUT, bearer=_BEARER, access=_ACCESS)
 
 
 def metrics_routes(services: Services) -> list[Route]:

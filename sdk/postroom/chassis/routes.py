@@ -5,12 +5,16 @@ application from them, `openapi` the document from the same types that decode th
 Every error leaves as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
 """
 
+import tomllib
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from http import HTTPStatus
+from importlib.resources import files
+from inspect import getdoc
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -35,12 +39,17 @@ BROKEN_BODY: Final = PostroomError.of("bad_request", "the body does not match it
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 
+_LATER: Final = (408, 429, 500, 502, 503, 504, 507)  # statuses that may say when to try again
+_RETRY_AFTER: Final = "Retry-After"
+_WHEN: Final = "seconds to wait before another try, where the problem has `retry_after`"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """One row of an API's table. `access` is a word that the program's `Authorize` understands.
 
-    `answers` maps a status to the type of its body (None: no JSON body); problems are added to every route.
+    `answers` maps a status to the type of its body (None: no JSON body); problems are added to every route. `headers`
+    are those that the handler reads, `answer_headers` those that an answer of a status may have, each with its text.
     """
 
     method: str
@@ -51,6 +60,8 @@ class Route:
     body: type | None = None
     body_media: str = JSON
     query: type[msgspec.Struct] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    answer_headers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     answers: Mapping[int, Any] = field(default_factory=dict)
     answer_media: str = JSON
     problems: Sequence[int] = (400,)
@@ -122,32 +133,43 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
 
 
-def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, Any]:
-    """Describe the routes as an OpenAPI 3.1 document, its schemas from the types that decode and encode."""
+class Access(NamedTuple):
+    """Who may call a route, in words, and whether that takes a bearer token: with `optional` others may call too."""
+
+    who: str
+    bearer: Literal["needed", "optional", "none"] = "needed"
+
+
+def openapi(
+    routes: Iterable[Route], *, title: str, version: str, description: str, bearer: str, access: Mapping[str, Access]
+) -> dict[str, Any]:
+    """Describe the routes as an OpenAPI 3.1 document, its schemas from the types that decode and encode.
+
+    `bearer` says which token callers show, and `access` what the word of a route means.
+    """
     routes = list(routes)
     types = [
         kind for route in routes for kind in (route.body, route.query, *route.answers.values()) if kind is not None
     ]
-    refs, components = msgspec.json.schema_components([*types, Problem], ref_template="#/components/schemas/{name}")
-    schema = dict(zip(map(repr, [*types, Problem]), refs, strict=True))
+    schema, components = describe([*types, Problem], "#/components/schemas/{name}")
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
-        parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-        if route.query is not None:
-            (_,), found = msgspec.json.schema_components([route.query])
-            query = found[route.query.__name__]
-            parameters += [
-                {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": shape}
-                for name, shape in query["properties"].items()
-            ]
+        who, needed = access[route.access]
+        words = [word.strip("{}").split(":")[0] for word in route.path.strip("/").split("/") if word != "v1"]
         operation: dict[str, Any] = {
+            "operationId": "_".join([route.method.lower(), *words]).replace(".", "_"),
+            "tags": [words[0].removesuffix(".json")],
             "summary": route.summary,
+            "description": "\n\n".join(filter(None, (f"For {who}.", route.query and getdoc(route.query)))),
             "x-access": route.access,
-            "parameters": parameters,
+            "security": [{}] * (needed == "optional") + [{"token": []}] * (needed != "none"),
+            "parameters": _parameters(route),
             "responses": {
-                **{str(status): _answer(route.answer_media, kind, schema) for status, kind in route.answers.items()},
-                **{str(status): _answer(PROBLEM_JSON, Problem, schema) for status in route.problems},
+                **{
+                    str(status): _answer(status, route.answer_media, kind, schema, route.answer_headers.get(status, {}))
+                    for status, kind in route.answers.items()
+                },
+                **{str(status): _answer(status, PROBLEM_JSON, Problem, schema, {}) for status in route.problems},
             },
         }
         if route.body is not None:
@@ -158,16 +180,73 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version},
+        "info": {"title": title, "version": version, "description": description},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {
+            "schemas": components,
+            "headers": {_RETRY_AFTER: {"description": _WHEN, "schema": {"type": "integer", "minimum": 1}}},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": bearer}},
+        },
     }
 
 
-def _answer(media: str, kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": "see the schema" if kind is not None else "no body"}
+def describe(types: Sequence[Any], ref_template: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the JSON schema of each of `types` by its repr, and what those refer to by name, with every field's text.
+
+    The texts are in `_wire/fields.toml`, but for those that a type has itself.
+    """
+    refs, components = msgspec.json.schema_components(types, ref_template=ref_template)
+    texts = _texts()
+    for name, schema in components.items():
+        own = texts.get(name.partition("_")[0], {})  # a generic type goes on with its parameter
+        for key, shape in schema.get("properties", {}).items():
+            if (text := own.get(key, texts.get(key))) is not None:
+                shape.setdefault("description", text)
+    return dict(zip(map(repr, types), refs, strict=True)), components
+
+
+@cache
+def _texts() -> dict[str, Any]:
+    """Return what each field means, by its name; and by a type's name those of its fields that mean something else."""
+    return tomllib.loads(files("postroom._wire").joinpath("fields.toml").read_text("utf-8"))
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
+    path = msgspec.defstruct("Path", [(name, str) for name in names])
+    found = []
+    for place, kind in (("path", path), ("query", route.query)):
+        if kind is not None:
+            _, components = describe([kind], "{name}")
+            shapes = components[kind.__name__]
+            found += [
+                {
+                    "name": name,
+                    "in": place,
+                    "required": name in shapes.get("required", ()),
+                    "description": shape.pop("description", ""),
+                    "schema": shape,
+                }
+                for name, shape in shapes["properties"].items()
+            ]
+    return found + [
+        {"name": name, "in": "header", "required": False, "description": text, "schema": {"type": "string"}}
+        for name, text in route.headers.items()
+    ]
+
+
+def _answer(status: int, media: str, kind: Any, schema: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    # the phrases of errors are not the same in every Python
+    answer: dict[str, Any] = {"description": "a problem" if kind is Problem else HTTPStatus(status).phrase}
     if kind is not None:
         answer["content"] = {media: {"schema": schema[repr(kind)]}}
+    headers: dict[str, Any] = {
+        name: {"description": text, "schema": {"type": "string"}} for name, text in texts.items()
+    }
+    if kind is Problem and status in _LATER:
+        headers[_RETRY_AFTER] = {"$ref": f"#/components/headers/{_RETRY_AFTER}"}
+    if headers:
+        answer["headers"] = headers
     return answer
 
 

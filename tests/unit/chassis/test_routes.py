@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from postroom.chassis.routes import Histogram, Route, application, decode_query, json_response, openapi
+from postroom.chassis.routes import Access, Histogram, Route, application, decode_query, json_response, openapi
 from postroom.errors import NotFound, NotPermitted
 
 
@@ -11,6 +11,8 @@ class Parcel(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Paging(msgspec.Struct, forbid_unknown_fields=True):
+    """Which parcels."""
+
     limit: int = 10
 
 
@@ -34,7 +36,17 @@ ROUTES = [
         answers={200: Parcel},
         problems=(400, 404),
     ),
-    Route(method="POST", path="/v1/parcels", handler=weigh, access="nobody", summary="Add one.", body=Parcel),
+    Route(
+        method="POST",
+        path="/v1/parcels",
+        handler=weigh,
+        access="nobody",
+        summary="Add one.",
+        body=Parcel,
+        headers={"Idempotency-Key": "the parcel's id"},
+        answers={201: Parcel},
+        answer_headers={201: {"Location": "where the parcel is"}},
+    ),
 ]
 
 
@@ -81,15 +93,46 @@ async def test_a_wrong_method_is_told_the_right_ones(client):
     assert (await client.delete("/v1/parcels")).headers["Allow"] == "POST"
 
 
+DOCUMENT = openapi(
+    ROUTES,
+    title="Parcels",
+    version="1",
+    description="An API.",
+    bearer="Of a clerk.",
+    access={"caller": Access("every caller", "optional"), "nobody": Access("nobody", "none")},
+)
+
+
 def test_the_document_describes_every_route_from_its_types():
-    document = openapi(ROUTES, title="Parcels", version="1")
-    weighing = document["paths"]["/v1/parcels/{name}"]["get"]
+    weighing = DOCUMENT["paths"]["/v1/parcels/{name}"]["get"]
     assert [parameter["name"] for parameter in weighing["parameters"]] == ["name", "limit"]
     assert set(weighing["responses"]) == {"200", "400", "404"}
-    assert document["paths"]["/v1/parcels"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
+    assert DOCUMENT["paths"]["/v1/parcels"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
         "$ref": "#/components/schemas/Parcel"
     }
-    assert {"Parcel", "Problem"} <= set(document["components"]["schemas"])
+    assert {"Parcel", "Problem"} <= set(DOCUMENT["components"]["schemas"])
+
+
+def test_the_document_names_each_operation_and_says_who_may_call_it():
+    weighing, posting = DOCUMENT["paths"]["/v1/parcels/{name}"]["get"], DOCUMENT["paths"]["/v1/parcels"]["post"]
+    assert [weighing["operationId"], posting["operationId"]] == ["get_parcels_name", "post_parcels"]
+    assert weighing["description"] == "For every caller.\n\nWhich parcels."
+    assert weighing["security"] == [{}, {"token": []}]
+    assert posting["security"] == []
+    assert DOCUMENT["components"]["securitySchemes"]["token"]["description"] == "Of a clerk."
+
+
+def test_the_document_has_a_text_for_fields_parameters_and_headers():
+    weighing, posting = DOCUMENT["paths"]["/v1/parcels/{name}"]["get"], DOCUMENT["paths"]["/v1/parcels"]["post"]
+    assert [parameter["description"] for parameter in weighing["parameters"]] == [
+        "its name",
+        "the most that one answer has",
+    ]
+    (header,) = posting["parameters"]
+    assert (header["name"], header["in"], header["description"]) == ("Idempotency-Key", "header", "the parcel's id")
+    assert posting["responses"]["201"]["headers"]["Location"]["description"] == "where the parcel is"
+    problem = DOCUMENT["components"]["schemas"]["Problem"]
+    assert all(shape["description"] for shape in problem["properties"].values())
 
 
 def test_seconds_are_counted_under_the_bound_that_holds_them() -> None:
