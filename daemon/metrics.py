@@ -30,7 +30,22 @@ async def expose(
     max_bytes: int,
     state: Path,
 ) -> bytes:
-    """Return every metric in Prometheus' text format.
+    """Return every metric, and those of the process, in Prometheus' text format."""
+    found = await families(counters, outbox, relay, receiver, clock=clock, max_bytes=max_bytes, state=state)
+    return exposition([*found, *_process.collect()])
+
+
+async def families(
+    counters: Counters,
+    outbox: Outbox,
+    relay: Relay,
+    receiver: Receiver | None,
+    *,
+    clock: ConfirmedClock,
+    max_bytes: int,
+    state: Path,
+) -> list[Metric]:
+    """Return every metric of the daemon.
 
     `max_bytes` is what the outbox has room for, and `state` the directory on whose disk it is.
     """
@@ -82,7 +97,7 @@ async def expose(
         metrics.append(_gauge("inbox_readers", "Readers of the live stream", counters.event_readers))
         if receiver.inbox is not None:
             metrics.append(_gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes))
-    return exposition([*metrics, *_process.collect()])
+    return metrics
 
 
 def _counter(

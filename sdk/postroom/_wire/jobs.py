@@ -8,7 +8,9 @@ The rest is that of every noun (`_wire/nouns.py`). A job is started by names alo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
@@ -165,6 +167,47 @@ class MessagePage(msgspec.Struct, kw_only=True):
     """What a message was to each activity that it concerned."""
 
     messages: list[JobMessage]
+
+
+class JobStarted(msgspec.Struct, kw_only=True):
+    """The body of the event `job_started`."""
+
+    job: UUID
+    flow: str
+
+
+class JobCompleted(JobStarted, kw_only=True):
+    """The body of the event `job_completed`: with what the completion returned."""
+
+    result: Any
+
+
+class JobFailed(JobStarted, kw_only=True):
+    """The body of the event `job_failed`: which activity failed, and why."""
+
+    activity: UUID
+    name: str
+    ledger: str
+    error: str
+
+
+class JobOperated(JobStarted, kw_only=True):
+    """The body of the events `job_retried` and `job_cancelled`: who did it, and why."""
+
+    by: str
+    reason: str
+
+
+JOB_EVENTS: Final[Mapping[str, type[JobStarted]]] = MappingProxyType(
+    {
+        "job_started": JobStarted,
+        "job_completed": JobCompleted,
+        "job_failed": JobFailed,
+        "job_retried": JobOperated,
+        "job_cancelled": JobOperated,
+    }
+)
+"""The body of each event of a job, version 1, by the event's name."""
 
 
 JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] = Noun(

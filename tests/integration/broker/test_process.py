@@ -30,6 +30,7 @@ from postroom.chassis.exits import Exit, Fatal
 
 Message = Callable[..., dict[str, Any]]
 
+DOCS = Path(__file__).parents[3] / "docs"
 LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
@@ -285,6 +286,7 @@ async def test_the_openapi_document_has_every_route_and_the_health_routes_answer
 
     assert document["openapi"] == "3.1.0"
     assert "AcceptBatch" in json.dumps(document["paths"]["/v1/accept"])
+    assert document == json.loads((DOCS / "openapi/broker.json").read_text()), "run `make docs`"
     assert (await broker.nobody.get("/health")).body == {"status": "ok", "reasons": []}
     assert (await broker.nobody.get("/ready")).body == {"status": "ok", "reasons": []}
 

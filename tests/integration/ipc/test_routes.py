@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +20,8 @@ from ipc.routes import CALLER, OPERATOR, routes
 from postroom._wire.operations import VERBS
 from postroom.chassis.routes import Route
 from postroom.errors import NotFound
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture
@@ -67,6 +70,13 @@ async def test_every_route_is_in_the_openapi_document_with_its_access(room: Any,
         operation = document["paths"][route.path][route.method.lower()]
         assert operation["x-access"] == route.access
         assert {str(status) for status in (*route.answers, *route.problems)} == set(operation["responses"])
+
+
+async def test_the_file_in_the_docs_is_what_the_server_serves(room: Any) -> None:
+    served = (await room.request("GET", "/v1/openapi.json")).json
+    written = json.loads((DOCS / "openapi/daemon.json").read_text())
+    served["info"]["version"] = written["info"]["version"]  # the server of a test has one of its own
+    assert served == written, "run `make docs`"
 
 
 async def test_whoever_may_not_operate_is_refused_on_every_operators_route(open_room: Any) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
+import msgspec
 import pytest
 from support.ledgers import LEASE, Jobs, asking
 
 from broker.database import migrate
-from postroom._wire.jobs import JobFilter, JobState
+from postroom._wire.jobs import JOB_EVENTS, JobFilter, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
 from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, retry_job, show_job, start
@@ -38,6 +39,9 @@ SELECT gen_random_uuid(), 'sea', 'nightly-export', 'completed', 0, now() FROM ge
 BLOCKED = "SELECT cardinality(pg_blocking_pids($1)) > 0"
 AGAIN = "SELECT epoch FROM postroom.outbox_events WHERE aggregate_id = $1 AND event_type = 'activity_spawned'"
 RETRIED = "SELECT payload FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = 'activity_retried'"
+SENT = """
+SELECT event_type, payload::text FROM postroom.outbox_events WHERE correlation_id = $1 AND aggregate_type = 'job'
+"""
 
 
 @pytest.fixture
@@ -108,6 +112,19 @@ async def test_what_failed_goes_on_and_nothing_else_does(jobs: Jobs, state: str)
     assert (await jobs.job(begun.job))[0] == RETRIED_TO.get(state, state.partition(" ")[0])
     assert (await jobs.activity(begun.root), await jobs.guid(begun.root)) == before
     assert (await jobs.events(begun.job)).count("job_retried") == (state in RETRIED_TO)
+
+
+async def test_each_event_of_a_job_has_the_fields_that_its_type_says(jobs: Jobs) -> None:
+    seen = set()
+    for state in STATES:
+        begun, _ = await come_to(jobs, state)
+        if state in RETRIED_TO:
+            await retry(jobs, begun.job)
+        for event, payload in await jobs.connection.fetch(SENT, begun.job):
+            body = msgspec.json.decode(payload, type=JOB_EVENTS[event])
+            assert set(msgspec.json.decode(payload)) == set(body.__struct_fields__), event
+            seen.add(event)
+    assert seen == set(JOB_EVENTS)
 
 
 async def test_a_job_that_there_is_not_is_not_found(jobs: Jobs) -> None:
