@@ -53,6 +53,13 @@ def pytest_configure() -> None:
     os.environ.setdefault("JAVA_TOOL_OPTIONS", _JAVA_OPTIONS)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests measured and none asserts."""
+    for report in terminalreporter.getreports("passed"):
+        for name, said in report.user_properties:
+            terminalreporter.write_line(f"{name}: {said}")
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run a test on the loop that what it tests runs on: the programs' own, or a user's for the sdk."""
     if item.path.parent.name == "postroom":

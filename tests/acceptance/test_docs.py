@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-GUIDES = ("operations", "backup", "delivery", "applications", "jobs", "spark", "pipelines", "testing")
+GUIDES = ("tutorial", "operations", "backup", "delivery", "applications", "jobs", "spark", "pipelines", "testing")
 PAGES = ["README.md", "sdk/README.md", *(f"docs/{name}.md" for name in GUIDES)]
 EXCHANGE = """
 import os, socket, sys
@@ -41,6 +42,12 @@ asyncio.run(execute())
 BEGINNING = """
 exec 2>&1
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+last=${EPOCHREALTIME/[.,]/}
+lap() {  # notes in the file `laps` how many microseconds it is since the lap before, and what took them
+    local now=${EPOCHREALTIME/[.,]/}
+    echo "$((now - last)) $1" >> "$HOME/laps"
+    last=$now
+}
 until_it_is_so() {
     SECONDS=0
     until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.1; done
@@ -64,7 +71,7 @@ def script(page: Path) -> str:
 def _step(part: re.Match[str]) -> str:
     language, text, until = part["language"], part["text"], part["until"]
     if until is not None:
-        return f"until_it_is_so '{until}'"
+        return f"until_it_is_so '{until}'\nlap {shlex.quote(f'until {until}')}"
     if named := NAMED.match(text):
         return f"cat > {named['name']} <<'END'\n{text}END"
     match language:
@@ -75,7 +82,8 @@ def _step(part: re.Match[str]) -> str:
         case "sql":
             return f"python execute.py <<'END'\n{text}END"
         case "console":
-            return "\n".join(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
+            typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+            return "\n".join(f"{line}\nlap {shlex.quote(line)}" for line in typed)
     raise AssertionError(f"an example in {language} has to begin with the name of its file: {text}")
 
 
@@ -96,7 +104,7 @@ def home(short_directory: Path):
 
 @pytest.mark.timeout(1200)  # the page on pipelines starts Spark eight times
 @pytest.mark.parametrize("name", PAGES)
-def test_every_command_of_a_page_works_in_the_order_it_stands(name, home):
+def test_every_command_of_a_page_works_in_the_order_it_stands(name, home, record_property):
     commands = script(ROOT / name).replace(PORT, str(choose_port()))
     assert commands
     place = Path(home["HOME"]) / "place"
@@ -116,3 +124,7 @@ def test_every_command_of_a_page_works_in_the_order_it_stands(name, home):
     shell = ["bash", "-euo", "pipefail", "-c", typed]
     ran = subprocess.run(shell, cwd=place, env=home, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    laps = [line.split(" ", 1) for line in (Path(home["HOME"]) / "laps").read_text().splitlines()]
+    longest = sorted(((int(took) / 1e6, what) for took, what in laps), reverse=True)[:3]
+    parts = ", ".join(f"{seconds:.1f} s {what}" for seconds, what in longest)
+    record_property("measured", f"{name}: {sum(int(took) for took, _ in laps) / 1e6:.0f} s; of these {parts}")
