@@ -8,6 +8,7 @@ SPARK_STAMP := $(VENV)/.installed-spark
 PEERS  := $(VENV)/peers
 EXAMPLES := $(VENV)/examples
 CONTAINERS := $(VENV)/containers
+SPHINX := $(VENV)/sphinx
 AXE_VERSION := 4.10.3
 AXE    := $(VENV)/axe-core-$(AXE_VERSION).tgz
 AXE_SHA512 := 5e6edba515e70d25f6604d9815f064d859c5d1ea7ab661bbc4f87c88779ef0c21cae0abbeb636471ef39e9d62d2582e4b88a1866f19f4ecfcf6d986275e4dc12
@@ -15,7 +16,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
+.PHONY: help setup lock wheels release demo test test-fast check format docs site bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,13 +48,19 @@ $(EXAMPLES): $(STAMP) examples.lock
 	@rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r examples.lock
 
-lock: ## resolve the six lock files again (needs uv)
+# What builds the site has one too: its versions are nobody else's affair.
+$(SPHINX): $(STAMP) site.lock
+	@rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r site.lock
+
+lock: ## resolve the seven lock files again (needs uv)
 	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
 	$(RESOLVE) --group bench -c dev.lock -o bench.lock
 	$(RESOLVE) --group examples -c dev.lock -o examples.lock
 	$(RESOLVE) --group containers -o containers.lock
+	$(RESOLVE) --group site -o site.lock
 
 # Every time in what is built is that of the commit, so that two builds of one commit are the same bytes.
 wheels release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
@@ -91,6 +98,12 @@ format: setup ## let ruff put the code in shape
 docs: setup ## write the pages that follow from the code, and what follows from the pages
 	$(BIN)/python docs/generate.py
 	$(BIN)/python monitoring/generate.py
+
+site: $(SPHINX) ## the docs as a site with search, in build/site; a link that leads nowhere ends it
+	@rm -rf build/site
+	PYTHONPATH=$(SPHINX) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --nitpicky \
+		--conf-dir docs/site --doctree-dir build/doctrees . build/site
+	@echo "open build/site/index.html"
 
 bench: $(SPARK_STAMP) $(PEERS) ## the benchmarks, each beside its baseline or peers, into docs/performance.md; BENCH="full lone" for some
 	$(BIN)/python -m bench --write $(BENCH)

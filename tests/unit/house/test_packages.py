@@ -57,7 +57,10 @@ def pins(lock: str) -> list[str]:
     return [line for line in (ROOT / lock).read_text().splitlines() if line and not line.startswith((" ", "#"))]
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "dev.lock", "spark.lock", "bench.lock", "examples.lock"])
+LOCKS = ["requirements.lock", "dev.lock", "spark.lock", "bench.lock", "examples.lock", "site.lock"]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
 def test_the_locks_pin_hashes_and_name_no_index(lock):
     assert not [line for line in (ROOT / lock).read_text().splitlines() if "://" in line or line.startswith("-")]
     assert pins(lock)
