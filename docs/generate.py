@@ -246,7 +246,7 @@ def _content(answer: Mapping[str, Any]) -> str:
     """Say what a body is."""
     for media, content in answer.get("content", {}).items():
         what = _words(content["schema"])
-        return what if media.endswith("json") and media != "application/x-ndjson" else f"{what} as `{media}`"
+        return what if media in ("application/json", "application/problem+json") else f"{what} as `{media}`"
     return "no body"
 
 

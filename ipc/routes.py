@@ -63,6 +63,9 @@ _SEND_HEADERS: Final = MappingProxyType(
         "traceparent": "the trace that the message belongs to (W3C Trace Context)",
     }
 )
+_EVENT_HEADERS: Final = MappingProxyType(
+    {f"ce-{name}": f"in binary mode, the event's `{name}`" for name in ("id", "source", "specversion", "type")}
+)
 _SENT_HEADERS: Final = MappingProxyType(
     {
         202: {"Location": "where to ask what became of it", "Idempotent-Replayed": "`true` for a repeated send"},
@@ -94,8 +97,8 @@ def routes(services: Services) -> list[Route]:
         _route("POST", "/v1/send/batch", sends.batch, CALLER, "send a stream of messages, one per line",
                body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
         _route("POST", "/v1/cloudevents", sends.cloudevent, CALLER, "send one CloudEvent, structured or binary",
-               query=CloudEventQuery, body=dict[str, Any], body_media=STRUCTURED,
-               answers={202: SendResult, 200: SendResult}, problems=_SEND),
+               query=CloudEventQuery, body=dict[str, Any], body_media=STRUCTURED, headers=_EVENT_HEADERS,
+               answers={202: SendResult, 200: SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
         _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "the state of a send",
                query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
         _route("POST", "/v1/sends", sends.where_all, CALLER, "the states of many sends",
