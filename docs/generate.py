@@ -311,7 +311,7 @@ _METRICS = """# Metrics
 
 What the programs tell Prometheus: a daemon on its socket (`GET /v1/metrics`) and, with `metrics.listen_port`, on a
 port of its own; a broker, a worker, a consumer and an agent at `/metrics` of their ports.
-[operations.md](operations.md#is-it-healthy) says what to watch. No label names a message, a member or a token. A worker
+[monitoring.md](monitoring.md) says what to watch. No label names a message, a member or a token. A worker
 that runs several consumers or agents adds a label with the name of each.
 
 Of a histogram there are `_bucket`, `_sum` and `_count`. A daemon also has the usual metrics of its process
