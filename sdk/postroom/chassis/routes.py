@@ -160,7 +160,9 @@ def openapi(
             "operationId": "_".join([route.method.lower(), *words]).replace(".", "_"),
             "tags": [words[0].removesuffix(".json")],
             "summary": route.summary,
-            "description": "\n\n".join(filter(None, (f"For {who}.", route.query and getdoc(route.query)))),
+            "description": "\n\n".join(
+                filter(None, (f"For {who}.", None if route.query is None else getdoc(route.query)))
+            ),
             "x-access": route.access,
             "security": [{}] * (needed == "optional") + [{"token": []}] * (needed != "none"),
             "parameters": _parameters(route),
