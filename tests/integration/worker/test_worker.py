@@ -510,10 +510,16 @@ async def test_metrics_tell_of_every_durable_consumer_of_the_meshes_also_of_one_
         for stream in ("DEMO_EVENTS", "ELSEWHERE"):
             await js.add_consumer(stream, nats.js.api.ConsumerConfig(durable_name="books"))
         await js.pause_consumer("DEMO_EVENTS", "books", "2099-01-01T00:00:00Z")
-        async with aiohttp.ClientSession() as session, session.get(f"{started['page']}/metrics") as answer:
-            text = await answer.text()
+        labels, text = '{consumer="books",stream="DEMO_EVENTS"}', ""
+
+        async def told() -> bool:  # of at most ten seconds ago
+            nonlocal text
+            async with aiohttp.ClientSession() as session, session.get(f"{started['page']}/metrics") as answer:
+                text = await answer.text()
+            return labels in text
+
+        await until_so(told)
     await client.close()
-    labels = '{consumer="books",stream="DEMO_EVENTS"}'
     said = dict(line.split(" ") for line in text.splitlines() if line.startswith("postroom_worker_durable_"))
     books = {f"postroom_worker_durable_{name}{labels}": value for name, value in (
         ("waiting_messages", "1.0"), ("in_hand_messages", "0.0"), ("asking", "0.0"), ("paused", "1.0")
