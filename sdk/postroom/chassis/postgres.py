@@ -225,7 +225,7 @@ async def _take_step(connection: Connection, room: str, version: int, name: str,
         await connection.execute(_QUERIES["lock_migrations"])
         found = await schema_version(connection, room)
         if found > (known := _known(room)) and not runs_on(found, known):
-            raise _mismatch(room, found, known, "upgrade the program")
+            raise _mismatch(room, found, known)
         if found >= version:
             return False
         await connection.execute(_QUERIES["wait_briefly"])
@@ -239,8 +239,7 @@ async def check_version(connection: Connection, *rooms: str, migrate_with: str) 
     for room in rooms:
         found, known = await schema_version(connection, room), _known(room)
         if not runs_on(found, known):
-            advice = "upgrade the program" if found > known else f"run `{migrate_with}` first"
-            raise _mismatch(room, found, known, advice)
+            raise _mismatch(room, found, known, migrate_with)
         if found < known:
             _log.info("schema_is_older", room=_name(room), found=found, known=known, advice=f"run `{migrate_with}`")
 
@@ -262,7 +261,8 @@ def _known(room: str) -> int:
     return max(version for version, _, _ in migrations(room))
 
 
-def _mismatch(room: str, found: int, known: int, advice: str) -> Fatal:
+def _mismatch(room: str, found: int, known: int, migrate_with: str = "") -> Fatal:
     supported = ", ".join(str(version) for version in (known - 1, known, known + 1) if runs_on(version, known))
     sentence = f"the database has version {found} of the {_name(room)} schema, this program supports {supported}"
+    advice = "upgrade the program" if found > known else f"run `{migrate_with}` first"
     return Fatal(Exit.CONFIG, f"{sentence}: {advice}")
