@@ -42,13 +42,21 @@ class Connection(asyncio.Protocol):
         self._writable.set()
         self._upload: asyncio.Task[None] | None = None
 
-    async def exchange(self, request: bytes, deadline: float, limit: int) -> tuple[Head, bytes]:
-        """Send a whole request and return its whole answer, of at most `limit` bytes, by `deadline` (loop time)."""
-        answer = self._ask(request, limit)
-        while not answer.ended:
-            await self._wait(deadline)
+    async def exchange(self, request: bytes, deadline: float, limit: int, *, cut: bool = False) -> tuple[Head, bytes]:
+        """Send a whole request and return its whole answer, of at most `limit` bytes, by `deadline` (loop time).
+
+        An answer that may be `cut` ends wherever something ends it once its head has come: the limit, the deadline, a
+        break of the connection.
+        """
+        answer = self._ask(request, limit, opaque=cut)
+        try:
+            while not answer.ended:
+                await self._wait(deadline)
+        except (Garbled, OSError):
+            if not cut or answer.head is None:
+                raise
         body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        return cast(Head, answer.head), body
+        return cast(Head, answer.head), body[:limit]
 
     async def begin(self, request: bytes, body: AsyncGenerator[bytes, None] | None, silence: float) -> Head:
         """Send the head of a request, and the pieces of `body` while the answer comes; return the answer's head."""
@@ -162,11 +170,11 @@ class Connection(asyncio.Protocol):
         """Let it go on."""
         self._writable.set()
 
-    def _ask(self, request: bytes, limit: int | None) -> AnswerReader:
+    def _ask(self, request: bytes, limit: int | None, *, opaque: bool = False) -> AnswerReader:
         if not self.usable:
             raise ConnectionResetError("the connection broke")
         self._limit = limit
-        answer = self._answer = AnswerReader()
+        answer = self._answer = AnswerReader(opaque=opaque)
         cast(asyncio.Transport, self._transport).write(request)
         return answer
 
@@ -220,10 +228,14 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections of one client to one peer, opened by `dial`; as many as there are exchanges at once."""
+    """The connections of one client to one peer, opened by `dial`; as many as there are exchanges at once.
 
-    def __init__(self, dial: Dial) -> None:
+    One that nobody needs for `idle_seconds` is closed, `IDLE_SECONDS` where those are not given.
+    """
+
+    def __init__(self, dial: Dial, *, idle_seconds: float | None = None) -> None:
         self._dial = dial
+        self._idle_seconds = idle_seconds or IDLE_SECONDS
         self._open: set[Connection] = set()
         self._idle: list[Connection] = []  # the one that idles longest is the first
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -231,9 +243,9 @@ class Pool:
         self._closed = False
 
     async def exchange(
-        self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
+        self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool, cut: bool = False
     ) -> tuple[Head, bytes]:
-        """Send a request and return its answer, all within `seconds`.
+        """Send a request and return its answer, all within `seconds`; `cut` as `Connection.exchange` has it.
 
         An idle connection may turn out to be closed by the peer: what is `repeatable` then goes over another one.
         """
@@ -241,7 +253,7 @@ class Pool:
         while True:
             connection = self._take() or await self._connect(min(seconds, connecting))
             try:
-                return await connection.exchange(request, deadline, limit)
+                return await connection.exchange(request, deadline, limit, cut=cut)
             except ConnectionError:
                 if connection.fresh or connection.heard or not repeatable:
                     raise
@@ -278,8 +290,9 @@ class Pool:
             raise RuntimeError("this client belongs to another event loop: create one in this loop")
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable:
+            if connection.usable and connection.idle_since + self._idle_seconds > loop.time():
                 return connection
+            connection.abort()
         return None
 
     async def _connect(self, seconds: float) -> Connection:
@@ -303,14 +316,14 @@ class Pool:
             connection.idle_since = loop.time()
             self._idle.append(connection)
             if self._sweeping is None:
-                self._sweeping = loop.call_later(IDLE_SECONDS, self._sweep)
+                self._sweeping = loop.call_later(self._idle_seconds, self._sweep)
 
     def _sweep(self) -> None:
         """Close the connections that nobody needed for a while."""
         loop = asyncio.get_running_loop()
-        while self._idle and self._idle[0].idle_since + IDLE_SECONDS <= loop.time():
+        while self._idle and self._idle[0].idle_since + self._idle_seconds <= loop.time():
             self._idle.pop(0).abort()
-        self._sweeping = loop.call_later(IDLE_SECONDS, self._sweep) if self._idle else None
+        self._sweeping = loop.call_later(self._idle_seconds, self._sweep) if self._idle else None
 
 
 def unix_dial(path: str) -> Dial:
@@ -335,12 +348,13 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
-        context = (tls or _default_tls()) if site.tls else None
+        context = (tls or default_tls()) if site.tls else None
         await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
 
     return dial
 
 
 @cache
-def _default_tls() -> ssl.SSLContext:
+def default_tls() -> ssl.SSLContext:
+    """Return what trusts the authorities that the system trusts."""
     return ssl.create_default_context()

@@ -22,6 +22,7 @@ _ABOUT_BODY: Final = re.compile(
     rb"\r\n(content-length|transfer-encoding|content-encoding|content-type|connection):[\t ]*([^\r]*?)[\t ]*(?=\r|$)",
     re.IGNORECASE,
 )
+_ABOUT_LENGTH: Final = frozenset({b"content-length", b"transfer-encoding"})
 _TRAILER: Final = re.compile(_FIELD)
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;" + _TEXT + rb")?")
@@ -46,6 +47,7 @@ class Head(NamedTuple):
     length: int | None
     chunked: bool
     closes: bool
+    compressed: bool = False
     lines: bytes = b""
 
     def field(self, name: bytes) -> str | None:
@@ -104,13 +106,15 @@ def chunk(data: bytes) -> bytes:
 class AnswerReader:
     """Reads one answer: `feed` takes what arrives and returns what of it is body, until `ended`.
 
-    `excess` says that more came than the answer, so that whatever follows on the connection means nothing.
+    `excess` says that more came than the answer, so that whatever follows on the connection means nothing. An `opaque`
+    body is not to be understood, so it may be compressed.
     """
 
-    __slots__ = ("_head_bytes", "_left", "_next", "_rest", "began", "ended", "excess", "head")
+    __slots__ = ("_head_bytes", "_left", "_next", "_opaque", "_rest", "began", "ended", "excess", "head")
 
-    def __init__(self) -> None:
+    def __init__(self, *, opaque: bool = False) -> None:
         self.head: Head | None = None
+        self._opaque = opaque
         self.began = False
         self.ended = False
         self.excess = False
@@ -172,6 +176,8 @@ class AnswerReader:
                 raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
             old, status, lines = found.groups()
             head = _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))._replace(lines=lines)
+            if head.compressed and not self._opaque:
+                raise Garbled("its answer is compressed, which was not asked for")
             data = data[size + 4 :]
             if head.status >= 200:  # noqa: PLR2004 - the first status that ends an exchange
                 self.head = head
@@ -233,7 +239,7 @@ def _head_of(status: int, old: bool, *lines: tuple[bytes, bytes]) -> Head:  # no
     fields: dict[bytes, bytes] = {}
     for written, value in lines:
         name = written.lower()
-        if name in fields and name != b"connection":
+        if name in fields and name in _ABOUT_LENGTH:
             raise Garbled(f"its answer has more than one {name.decode()}")
         fields[name] = fields[name] + b"," + value if name in fields else value
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
@@ -243,11 +249,10 @@ def _head_of(status: int, old: bool, *lines: tuple[bytes, bytes]) -> Head:  # no
         raise Garbled("the length of its answer is not a number")
     if coding is not None and (coding.lower() != b"chunked" or length is not None or old):
         raise Garbled("it is not clear where its answer ends")
-    if fields.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise Garbled("its answer is compressed, which was not asked for")
+    compressed = fields.get(b"content-encoding", b"identity").lower() != b"identity"
     media = fields.get(b"content-type", b"application/octet-stream").partition(b";")[0].strip().lower()
     chunked = coding is not None and status not in _BODILESS
     size = 0 if status in _BODILESS else None if length is None else int(length)
     options = {option.strip() for option in fields.get(b"connection", b"").lower().split(b",")}
     closes = old or b"close" in options or (size is None and not chunked)
-    return Head(status, media.decode("latin-1"), size, chunked, closes)
+    return Head(status, media.decode("latin-1"), size, chunked, closes, compressed)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import ssl
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-import aiohttp.abc
 import pytest
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http import client as http_client
+from postroom.delivery.http.addresses import AddressInfo, Guard
 from postroom.delivery.http.client import Answer, HandlerClient, read_secret
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, check_timeout
+
+LOOPBACK = Path(__file__).parents[2] / "integration" / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
 def refusal(settings: HandlerSettings) -> str:
@@ -67,19 +67,14 @@ def test_a_time_out_that_is_not_below_ack_wait_is_refused(seconds: float) -> Non
     assert refused.value.exit_code == Exit.CONFIG
 
 
-class _Hangs(aiohttp.abc.AbstractResolver):
-    """A name server that never answers."""
-
-    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[Any]:
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError((host, port, family))
-
-    async def close(self) -> None:
-        pass
+async def _hang(_host: str, _port: int) -> list[AddressInfo]:
+    """Ask a name server that never answers."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
 
 
-async def _speak(url: str, guard: Guard | None = None) -> Answer:
-    client = HandlerClient(HandlerSettings(url=url, timeout_seconds=1), guard=guard)
+async def _speak(url: str, guard: Guard | None = None, ca_file: Path | None = None) -> Answer:
+    client = HandlerClient(HandlerSettings(url=url, timeout_seconds=1, ca_file=ca_file), guard=guard)
     try:
         return await client.call(b"{}", {})
     finally:
@@ -101,7 +96,7 @@ async def test_what_was_never_connected_is_told_from_what_was_never_answered() -
     answers = {
         "refused": await _speak("http://127.0.0.1:1/"),
         "no such name": await _speak("http://nobody.invalid/"),
-        "a name server that hangs": await _speak("http://handler.example/", Guard(resolver=_Hangs())),
+        "a name server that hangs": await _speak("http://handler.example/", Guard(resolve=_hang)),
         "no TLS there": await _speak(f"https://127.0.0.1:{first}/"),
         "hangs up": await _speak(f"http://127.0.0.1:{first}/"),
         "says nothing": await _speak(f"http://127.0.0.1:{second}/"),
@@ -117,3 +112,96 @@ async def test_what_was_never_connected_is_told_from_what_was_never_answered() -
         "hangs up": True,
         "says nothing": True,
     }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n\x1f\x8b",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Type: text/plain\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nbreaks off",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000,
+    ],
+)
+async def test_an_answer_has_said_its_status_whatever_follows(answer: bytes) -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(say, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        found = await _speak(f"http://127.0.0.1:{port}/")
+
+    assert found.status in {200, 204}
+
+
+async def test_a_handler_is_trusted_only_with_a_certificate_of_the_configured_authority() -> None:
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
+    server = await asyncio.start_server(say, "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    trusted = await _speak(url, ca_file=LOOPBACK / "certificate.pem")
+    untrusted = await _speak(url)
+    server.close()
+
+    assert (trusted.status, untrusted.status, untrusted.code) == (200, None, "handler_untrusted")
+    assert not untrusted.reached
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("", "/"),
+        ("/handle/", "/handle/"),
+        ("/a%20b/c d/ü?of=mine&x=a b", "/a%20b/c%20d/%C3%BC?of=mine&x=a%20b"),
+        ("?only=this", "/?only=this"),
+    ],
+)
+async def test_a_handlers_path_and_query_are_posted_to_as_they_are(url: str, target: str) -> None:
+    lines = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.append(await reader.readline())
+        writer.close()
+
+    async with await asyncio.start_server(note, "127.0.0.1", 0) as server:
+        await _speak(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{url}")
+
+    assert lines == [f"POST {target} HTTP/1.1\r\n".encode()]
+
+
+async def test_a_connection_that_idles_is_closed_before_the_server_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_IDLE_SECONDS", 0.05)
+    connections = 0
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while await reader.readline():
+            await reader.readuntil(b"\r\n\r\n{}")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        client = HandlerClient(HandlerSettings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"))
+        await client.call(b"{}", {})
+        await client.call(b"{}", {})
+        assert connections == 1
+        await ended.wait()
+        await client.call(b"{}", {})
+        await client.close()
+
+    assert connections == 2

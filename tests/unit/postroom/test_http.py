@@ -18,6 +18,11 @@ WHOLE: dict[str, tuple[bytes, Head, bytes]] = {
         PLAIN._replace(media="application/json"),
         b"{}",
     ),
+    "two media types": (
+        OK + b"Content-Type: text/html\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}",
+        PLAIN._replace(media="text/html,text/plain"),
+        b"{}",
+    ),
     "a connection that ends": (
         OK + b"Connection: x, Close\r\nContent-Length: 2\r\n\r\n{}",
         PLAIN._replace(closes=True),
@@ -137,6 +142,12 @@ def test_without_a_length_the_body_ends_with_the_connection() -> None:
     assert not answer.ended
     assert answer.end()
     assert not answer.keeps_alive
+
+
+def test_a_body_that_is_not_to_be_understood_may_be_compressed() -> None:
+    answer = AnswerReader(opaque=True)
+    assert answer.feed(OK + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n\x1f\x8b") == b"\x1f\x8b"
+    assert answer.keeps_alive
 
 
 def test_a_body_is_sent_in_chunks_that_can_be_read_again() -> None:

@@ -11,20 +11,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Iterable
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
-import aiohttp
-from aiohttp.abc import AbstractResolver
+from aiohappyeyeballs import start_connection
 
+from postroom._wire.connections import Connection, Dial
+from postroom._wire.http import Site
 from postroom.errors import InvalidMessage, TryAgain
 
 Network: TypeAlias = IPv4Network | IPv6Network
 AddressInfo: TypeAlias = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[AddressInfo]]]  # of a name and a port; raises `OSError`
 
 _RESOLVE_SECONDS: Final = 5.0
+_NEXT_SECONDS: Final = 0.25  # after which the next address of a name is tried beside the one that is silent
 _PORTS: Final = {"http": 80, "https": 443}
 _NAMED: Final = {
     ip_network("169.254.169.254/32"): "a metadata",
@@ -46,12 +50,17 @@ _KINDS: Final = (
 )
 
 
-class Guard:
-    """Lets connections through to public addresses and to `allowed` networks; use it inside the running event loop."""
+async def resolve(host: str, port: int) -> Sequence[AddressInfo]:
+    """Return the addresses that the system knows for a name; raises `OSError` where it knows none."""
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
-    def __init__(self, allowed: Iterable[Network] = (), *, resolver: AbstractResolver | None = None) -> None:
-        """Let `resolver`, or the system's where none is given, turn names into addresses at both moments."""
-        self.resolver = resolver or aiohttp.ThreadedResolver()
+
+class Guard:
+    """Lets connections through to public addresses and to `allowed` networks."""
+
+    def __init__(self, allowed: Iterable[Network] = (), *, resolve: Resolve = resolve) -> None:
+        """Have names turned into addresses by `resolve` at both moments."""
+        self.resolve = resolve
         self._allowed = tuple(allowed)
 
     async def check(self, url: str) -> None:
@@ -89,12 +98,30 @@ class Guard:
             pass
         try:
             async with asyncio.timeout(_RESOLVE_SECONDS):
-                return [found["host"] for found in await self.resolver.resolve(host, port, socket.AF_UNSPEC)]
+                return [address[0] for *_, address in await self.resolve(host, port)]
         except TimeoutError as error:
             sentence = f"the name {host} was not resolved within {_RESOLVE_SECONDS:g} s: try again"
             raise TryAgain.of("name_service_unavailable", sentence, retryable=True) from error
         except (OSError, UnicodeError) as error:
             raise _invalid(f"the name {host} has no address: check it") from error
+
+
+def dial_to(site: Site, tls: ssl.SSLContext | None, guard: Guard | None) -> Dial:
+    """Return what connects to the first address of `site` that answers, of those that `guard` lets through."""
+    addresses, open_socket = (resolve, None) if guard is None else (guard.resolve, guard.open_socket)
+
+    async def dial(connection: Connection) -> None:
+        infos = await addresses(site.host, site.port)
+        sock = await start_connection(infos, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=open_socket)
+        try:
+            await asyncio.get_running_loop().create_connection(
+                lambda: connection, sock=sock, ssl=tls, server_hostname=site.host if tls else None
+            )
+        except BaseException:
+            sock.close()
+            raise
+
+    return dial
 
 
 def _split(url: str) -> SplitResult:

@@ -22,19 +22,19 @@ import ssl
 import stat
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
+from typing import Final, NamedTuple, cast
+from urllib.parse import quote, urlsplit
 
-import aiohttp
 import msgspec
 
-from postroom._wire.retry import read_retry_after
+from postroom._wire.connections import Pool, default_tls
+from postroom._wire.http import Site, Unreachable, lines_of
+from postroom._wire.retry import read_retry_after, tell
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome
-from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.addresses import Guard, dial_to
 from postroom.delivery.http.requests import IDEMPOTENCY_KEY, signed
 from postroom.delivery.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES
@@ -47,8 +47,8 @@ POISON: Final = "poison"  # the reason of a message that its handler refused wit
 _ALREADY_PROCESSED: Final = 409
 _UNPROCESSABLE: Final = 422
 _SUCCESS: Final = range(200, 300)
-_CHUNK: Final = 64 * 1024
 _IDLE_SECONDS: Final = 4.0  # shorter than servers keep an idle connection, so that a call rarely meets one being closed
+_IN_A_TARGET: Final = "/%!$&'()*+,;=:@~?"  # beside letters and digits
 _CONNECT_SHARE: Final = 0.75  # of the time for an answer, so that a call knows which of the two has run out
 _REDIRECTS: Final = range(300, 400)
 
@@ -102,20 +102,29 @@ class HandlerClient:
         Signs with `secret` rather than what `secret_file` holds; connects only to addresses that `guard` lets through.
         """
         self._settings = settings
-        self._url = _checked_url(settings.url)
-        self.name = self._url.partition("?")[0]  # a query may hold a secret
+        site, target = _place_of(settings.url)
+        self.name = settings.url.partition("?")[0]  # a query may hold a secret
         self.format = settings.format
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
-        self._ssl = _ssl_context(settings.ca_file)
-        self._session: aiohttp.ClientSession | None = None
+        tls = _tls_context(settings.ca_file)
+        self._dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
+        self._pool: Pool | None = None
+        always = {
+            "Host": site.authority,
+            "User-Agent": "postroom-consumer",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        self._head = f"POST {target} HTTP/1.1\r\n{lines_of(always.items())}"
+        # All that comes before a request is sent, the look-up of a name too.
         self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
 
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post one request, signed where there is a secret, and return what came of it."""
@@ -123,70 +132,44 @@ class HandlerClient:
             if self._secret is not None:
                 headers = {**headers, **signed(self._secret, headers[IDEMPOTENCY_KEY], body, int(time.time()))}
             return await self._exchange(body, headers)
-        except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
-            return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Answer(None, self._code_of(error), f"no connection to {self.name}: {clean(str(error))}")
+        except Unreachable as error:  # nothing was sent
+            return self._unreached(cast(OSError, error.__cause__))
         except TimeoutError:
             detail = f"{self.name} gave no answer within {self._settings.timeout_seconds:g} s"
             return Answer(None, "handler_timed_out", detail)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        except OSError as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
-        except Exception as error:  # noqa: BLE001 - whatever a peer can make an HTTP library raise is a failed call
-            return Answer(
-                None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({type(error).__name__})"
-            )
+        except Exception as error:  # noqa: BLE001 - whatever a peer can make the event loop raise is a failed call
+            return Answer(None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(tell(error))})")
 
-    def _code_of(self, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
-        """Tell an address that the guard refuses, which no waiting changes, from one where nobody is."""
-        refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.EACCES
-        return "address_not_allowed" if refused and self._guard is not None else UNREACHABLE
+    def _unreached(self, cause: OSError) -> Answer:
+        """Say why no connection came about; an address that the guard refuses is one that no waiting changes."""
+        why = clean(cause.strerror or str(cause)) or f"none within {self._connect_seconds:g} s"
+        if isinstance(cause, ssl.SSLError):  # its certificate, or ours
+            return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {why}")
+        refused = self._guard is not None and cause.errno == errno.EACCES
+        code = "address_not_allowed" if refused else UNREACHABLE
+        return Answer(None, code, f"no connection to {self.name}: {why}")
 
     async def _exchange(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        async with self._open().post(self._url, data=body, headers=headers, allow_redirects=False) as response:
-            content = await self._read(response)
-            if response.status in _SUCCESS:
-                return Answer(response.status, "", "")
-            return Answer(
-                response.status,
-                f"http_{response.status}",
-                _reason(response.status, content),
-                read_retry_after(response.headers.get("Retry-After"), int(time.time() * 1000)),
-            )
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Read the answer up to its limit; one that is longer, or breaks off, has still said its status."""
-        content = bytearray()
-        with suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async for chunk in response.content.iter_chunked(_CHUNK):
-                content += chunk
-                if len(content) > self._settings.max_answer_bytes:
-                    response.close()
-                    break
-        return bytes(content[: self._settings.max_answer_bytes])
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=self._connector(),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                # `connect` is all that comes before a request is sent, the look-up of a name too.
-                timeout=aiohttp.ClientTimeout(total=self._settings.timeout_seconds, connect=self._connect_seconds),
-                headers={
-                    "User-Agent": "postroom-consumer",
-                    "Accept": "application/json",
-                    "Accept-Encoding": "identity",
-                },
-                auto_decompress=False,
-                trust_env=False,
-            )
-        return self._session
-
-    def _connector(self) -> aiohttp.TCPConnector:
-        guarded: dict[str, Any] = {}
-        if self._guard is not None:
-            guarded = {"resolver": self._guard.resolver, "socket_factory": self._guard.open_socket}
-        return aiohttp.TCPConnector(limit=0, ssl=self._ssl, keepalive_timeout=_IDLE_SECONDS, **guarded)
+        self._pool = self._pool or Pool(self._dial, idle_seconds=_IDLE_SECONDS)
+        head = f"{self._head}{lines_of(headers.items())}Content-Length: {len(body)}\r\n\r\n"
+        answer, content = await self._pool.exchange(
+            head.encode() + body,
+            seconds=self._settings.timeout_seconds,
+            connecting=self._connect_seconds,
+            limit=self._settings.max_answer_bytes,
+            repeatable=False,  # a call that broke off may have had its effect, and counts as an attempt
+            cut=True,  # one that is longer, or breaks off, has still said its status
+        )
+        if answer.status in _SUCCESS:
+            return Answer(answer.status, "", "")
+        return Answer(
+            answer.status,
+            f"http_{answer.status}",
+            _reason(answer.status, content),
+            read_retry_after(answer.field(b"Retry-After"), int(time.time() * 1000)),
+        )
 
 
 def read_secret(file: Path | None) -> bytes | None:
@@ -207,21 +190,22 @@ def read_secret(file: Path | None) -> bytes | None:
     return secret
 
 
-def _checked_url(url: str) -> str:
+def _place_of(url: str) -> tuple[Site, str]:
+    """Return where requests to `url` go, and their target there."""
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-    except ValueError:  # a port that is none
-        usable = False
-    if not usable or parts.username is not None or parts.fragment:
-        rule = "give the handler's address as http[s]://host[:port]/path, without user or fragment"
-        raise Fatal(Exit.CONFIG, f"handler.url: {rule}")
-    return url
+        if parts.username is None and not parts.fragment:
+            target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+            return Site.of(f"{parts.scheme}://{parts.netloc}"), quote(target, safe=_IN_A_TARGET)
+    except ValueError:  # a port that is none, or a name
+        pass
+    rule = "give the handler's address as http[s]://host[:port]/path, without user or fragment"
+    raise Fatal(Exit.CONFIG, f"handler.url: {rule}")
 
 
-def _ssl_context(ca_file: Path | None) -> ssl.SSLContext | bool:
+def _tls_context(ca_file: Path | None) -> ssl.SSLContext | None:
     if ca_file is None:
-        return True
+        return None
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
