@@ -59,6 +59,7 @@ _log = structlog.get_logger(__name__)
 _CONNECTIONS: Final = 9  # one for each publisher, the bell, two for the upkeep, one for what is old, some for who asks
 _SOURCE_CONNECTIONS: Final = 7  # the same, with two publishers
 _WEBHOOK_CONNECTIONS: Final = 3
+_DELIVERIES_APART: Final = 0.025  # seconds: a small batch costs nearly what a large one does
 _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
 
@@ -257,6 +258,7 @@ def _publishers(
             name=f"{name} {source.name}",
             opened=upkeep.look_after,
             rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+            apart=_DELIVERIES_APART if source.table is DELIVERIES else 0.0,
         )
         for source in sources
     ]

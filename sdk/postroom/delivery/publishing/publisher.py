@@ -87,8 +87,12 @@ class Publisher:
         name: str,
         opened: Callable[[Link], Awaitable[object]],
         rng: Random,
+        apart: float = 0.0,
     ) -> None:
-        """Call `opened` with each new connection, whose name is `name`, before anything is published on it."""
+        """Call `opened` with each new connection, whose name is `name`, before anything is published on it.
+
+        What comes within `apart` seconds after a batch has begun waits, and goes together.
+        """
         self.source = source
         self.counters = PublisherCounters()
         self._settings = settings
@@ -96,6 +100,7 @@ class Publisher:
         self._name = name
         self._opened = opened
         self._rng = rng
+        self._apart = apart
         self._link: Link | None = None
         self._looked = 0.0
         self._connecting = asyncio.Lock()
@@ -107,7 +112,7 @@ class Publisher:
         """Publish until `stop`; NATS or Postgres away is waited out."""
         clock, pace = asyncio.get_running_loop().time, Pace(self._settings.idle_seconds)
         while not self._stop.is_set():
-            called = self._woken.is_set()
+            began, called = clock(), self._woken.is_set()
             self._woken.clear()  # whoever wakes it from here on has written what this look may not see
             pausing = self._woken
             try:
@@ -125,6 +130,9 @@ class Publisher:
             if moved < _MANY:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(pausing.wait(), pause)
+                if moved and (early := began + self._apart - clock()) > 0:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._stop.wait(), early)
 
     def wake(self) -> None:
         """Have it look now: rows were committed. What comes while a batch is under way goes together in the next."""

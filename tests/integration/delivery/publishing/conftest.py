@@ -76,6 +76,7 @@ class Office:
         url: str | None = None,
         table: Table = EVENTS,
         source: PostgresSource | None = None,
+        apart: float = 0.0,
     ) -> Publisher:
         record = record or self.record(table)
         return Publisher(
@@ -85,6 +86,7 @@ class Office:
             name="test",
             opened=record.compare,
             rng=Random(1),
+            apart=apart,
         )
 
     async def unpublished(self) -> int:

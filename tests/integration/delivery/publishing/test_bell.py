@@ -81,6 +81,31 @@ async def test_what_is_rung_for_while_a_batch_is_under_way_is_in_the_next(office
         assert (publisher.counters.published, publisher.counters.batches) == (6, 2)
 
 
+async def test_what_comes_soon_after_a_batch_goes_together_where_batches_are_apart(office: Any, rung: Any) -> None:
+    await office.add_stream()
+    publisher = office.publisher(PATIENT, apart=2.0)
+    async with rung(publisher) as bell:
+        await office.emit()
+        bell.ring(EVENTS.name)
+        await asyncio.wait_for(office.drained(), 30)  # the first at once
+        for _ in range(5):
+            await office.emit()
+            bell.ring(EVENTS.name)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(office.drained(), 30)
+        assert (publisher.counters.published, publisher.counters.batches) == (6, 2)
+
+
+async def test_a_publisher_whose_batches_are_apart_stops_at_once(office: Any, running: Any) -> None:
+    await office.add_stream()
+    publisher = office.publisher(PATIENT, apart=3600)
+    async with asyncio.timeout(60), running(publisher):
+        await office.emit()
+        publisher.wake()
+        await office.drained()
+        publisher.wake()
+
+
 async def test_what_could_not_be_had_when_it_was_called_for_is_published_soon_after(office: Any, running: Any) -> None:
     """An accept that it waits for may be rolled back, and rings for nothing."""
     await office.add_stream()
