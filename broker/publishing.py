@@ -24,16 +24,22 @@ from postroom._wire.unpublished import (
     ConsumerPage,
     ConsumersQuery,
     DroppedLog,
-    FailingPage,
     Pause,
     Redriven,
     SourcePage,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume, with_past
-from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, not_failing
+from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
-from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
+from postroom.delivery.publishing.operations import (
+    drop_failing,
+    find_failing,
+    list_backlogs,
+    list_dropped,
+    list_failing,
+    redrive,
+)
 from postroom.delivery.publishing.postgres import Table, now
 from postroom.errors import InvalidMessage
 
@@ -49,7 +55,7 @@ class Unpublished:
         """`GET /v1/unpublished/<source>`."""
         mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            return json_response(FailingPage(failing=await list_failing(connection, self._source, mesh)))
+            return json_response(await list_failing(connection, self._source, mesh))
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>/log`."""
@@ -57,23 +63,21 @@ class Unpublished:
             return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/unpublished/<source>/drop`; a dry run only says whether all of them fail."""
+        """Make the handler of `POST /v1/unpublished/<source>/drop`."""
         noun = UNPUBLISHED[self._source.name]
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, noun.change)
-            ids, actor = asked.filter.ids, request[PRINCIPAL].actor
+            actor = request[PRINCIPAL].actor
             async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
-                if asked.dry_run:
-                    failing = {one.id for one in await list_failing(connection, self._source, asked.mesh)}
-                    if unknown := sorted(set(ids) - failing):
-                        raise not_failing(self._source.name, unknown[0])
-                else:
+                meant = asked.filter, asked.mesh, asked.cursor
+                ids, next_cursor = await find_failing(connection, self._source, *meant)
+                if not asked.dry_run:
                     await drop_failing(connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
                     for one in ids:
                         await keep_log(connection, actor, verb, noun.name, one, **said)
-            return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[]))
+            return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[], next_cursor=next_cursor))
 
         return handle
 

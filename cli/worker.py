@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final, NamedTuple
 
 import typer
@@ -49,10 +48,9 @@ class Filters(NamedTuple):
     subject: Annotated[str | None, typer.Option("--subject", metavar="SUBJECT", help="Only with this subject.")] = None
     older_than: OlderThan = None
 
-    def match(self, one: unpublished.Failing) -> bool:
-        """Tell whether it is one of them."""
-        limit = None if self.older_than is None else datetime.now(UTC) - timedelta(seconds=self.older_than)
-        return self.subject in (None, one.subject) and (limit is None or one.occurred_at < limit)
+    def refused(self) -> unpublished.RefusedFilter:
+        """Return them as the broker is asked."""
+        return unpublished.RefusedFilter(subject=self.subject, older_than_seconds=self.older_than)
 
 
 def failing(source: str) -> typer.Typer:
@@ -71,6 +69,8 @@ def failing(source: str) -> typer.Typer:
             lambda one: (one.id, one.subject, one.aggregate, one.attempts, ago(one.occurred_at), one.behind, one.error),
             as_json=as_json,
         )
+        if found.more:
+            note(f"these are the oldest; `postroom worker {source} drop --all --dry-run` shows the ids of all")
 
     def drop(*, ids: Ids = None, filters: Filters, change: Change, reach: Reach, database: Database = None) -> None:
         place = Place(database, reach.url, reach.token_file)
@@ -79,17 +79,14 @@ def failing(source: str) -> typer.Typer:
         check_choice(things.name, group, chosen, everything=change.everything, filtered=filters != Filters())
 
         def ask(asked: Asked) -> Portion:
-            if (wanted := asked.ids) is not None:
-                meant, why, dry_run = unpublished.Ids(ids=list(wanted)), asked.why, asked.dry_run
-                result = place.ask(
-                    lambda client: client.change(things, "drop", meant, reason=why, dry_run=dry_run),
-                    lambda own: own.drop(wanted, reason=why, dry_run=dry_run),
-                    timeout=_SECONDS,
-                )
-                return Portion(result.done, {})
-            query = MeshQuery(mesh=reach.mesh)
-            found = place.ask(lambda client: client.list_things(things, query), lambda own: own.failing(reach.mesh))
-            return Portion([one.id for one in found.failing if filters.match(one)], {})
+            meant = filters.refused() if asked.ids is None else unpublished.RefusedFilter(ids=list(asked.ids))
+            mesh, why, dry_run = None if chosen else reach.mesh, asked.why, asked.dry_run
+            result = place.ask(
+                lambda client: client.change(things, "drop", meant, mesh=mesh, reason=why, dry_run=dry_run),
+                lambda own: own.drop(meant, mesh, reason=why, dry_run=dry_run),
+                timeout=_SECONDS,
+            )
+            return Portion(result.done, {})
 
         done, said = 0, "would be dropped" if change.dry_run else "dropped"
         for portion in change_all(things.name, "drop", chosen, change, ask):

@@ -20,7 +20,7 @@ from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
 from postroom._wire.jobs import JOBS, JobFilter
 from postroom._wire.nouns import CHANGES, Failure, Noun, Result
 from postroom._wire.operations import Reason
-from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED, ConsumerFilter, Ids
+from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED, ConsumerFilter, RefusedFilter
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 MOST_REPAIRS: Final = 200  # that are remembered, of all sessions
@@ -39,7 +39,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "dead_letters": Kind(DEAD_LETTERS, LetterFilter, "/dead_letters"),
     "jobs": Kind(JOBS, JobFilter, "/jobs"),
     "consumers": Kind(CONSUMERS, ConsumerFilter, "/consumers"),
-    **{name: Kind(noun, Ids, "/unpublished") for name, noun in UNPUBLISHED.items()},
+    **{name: Kind(noun, RefusedFilter, "/unpublished") for name, noun in UNPUBLISHED.items()},
 }
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Noun, Result, Verb
+from postroom._wire.operations import Age
 from postroom._wire.programs import Trouble
 from postroom.errors import Problem
 
@@ -33,7 +34,7 @@ class Failing(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An event or a delivery that an operator took out for good."""
+    """An event or a delivery that an operator took out permanently."""
 
     id: str
     subject: str
@@ -44,10 +45,11 @@ class Dropped(msgspec.Struct, frozen=True):
     reason: str
 
 
-class FailingPage(msgspec.Struct, kw_only=True):
-    """What fails, the oldest 1,000; never a payload."""
+class FailingPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What fails, the oldest 1,000, and whether there is `more`; never a payload."""
 
     failing: list[Failing]
+    more: bool = False
 
 
 class DroppedLog(msgspec.Struct, kw_only=True):
@@ -56,13 +58,15 @@ class DroppedLog(msgspec.Struct, kw_only=True):
     dropped: list[Dropped]
 
 
-class Ids(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which a verb means: all of them, or none is dropped."""
+class RefusedFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which a verb means, by ids or of all: with a subject, older than so many seconds. A request drops all or none."""
 
-    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
+    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)] | None = None
+    subject: str | None = None
+    older_than_seconds: Age | None = None
 
 
-def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, DroppedLog, Any, Ids, str]:
+def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, DroppedLog, Any, RefusedFilter, str]:
     drop = Verb("Permanently drop what fails, so that what waits behind it is published.", "dropped")
     return Noun(
         thing,
@@ -70,7 +74,7 @@ def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, Dropp
         f"/v1/unpublished/{source}",
         MeshQuery,
         FailingPage,
-        Change[Ids],
+        Change[RefusedFilter],
         Result[str],
         {"drop": drop},
         reads="broker_look",

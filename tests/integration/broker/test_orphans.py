@@ -85,7 +85,7 @@ async def test_what_an_operator_dropped_is_not_missed(
     await broker.member("alice").send(message("id-1"), message("id-2"))
     for name in ("postroom.outbox_events", "mesh.delivery_queue"):
         await postgres.execute(f"UPDATE {name} SET publish_attempts = 1, publish_error = 'too large'")  # noqa: S608
-    failing = await list_failing(postgres, table)
+    failing = (await list_failing(postgres, table)).failing
     async with postgres.transaction():
         await drop_failing(postgres, table, [failing[0].id], actor="olga", reason="a test")
     assert [one.id for one in await list_dropped(postgres, table)] == [failing[0].id]

@@ -129,5 +129,26 @@ def test_all_that_fail_are_dropped_by_filters_after_a_dry_run(user: Terminal, po
     assert [one["id"] for one in user.run("worker", "events", "list", "--json").json] == [poison]
     asked = user.run(*drop, "--reason", "a test")
     assert (asked.code, "Drop 1 of 1 events?" in asked.err) == (2, True)
-    done = user.run(*drop, "--subject", "demo.order.a.placed", "--reason", "a test", "--yes", "--json")
-    assert done.json in ([{"id": poison, "done": "drop"}], [])
+    confirmed = ("--reason", "a test", "--yes", "--json")
+    assert user.run(*drop, "--subject", "demo.event.refunded.v1", *confirmed).json == []
+    done = user.run(*drop, "--subject", "demo.event.placed.v1", *confirmed)
+    assert done.json == [{"id": poison, "done": "drop"}]
+
+
+def test_what_is_dropped_by_filters_is_all_of_it_however_much_that_is(user: Terminal, database_url: str) -> None:
+    many = """
+        INSERT INTO postroom.outbox_events (id, aggregate_type, aggregate_id, event_type, payload, subject,
+          publish_attempts, publish_error)
+        SELECT gen_random_uuid(), 'order', n::text, 'placed', '{}', 'demo.event.placed.v1', 1, 'too large'
+        FROM generate_series(1, 2500) AS n
+    """
+    asyncio.run(fetch(database_url, many))
+    found = asyncio.run(fetch(database_url, "SELECT id::text FROM postroom.outbox_events WHERE publish_error > ''"))
+    listed = user.run("worker", "events", "list", "--json")
+    assert (len(found), len(listed.json), "the oldest" in listed.err) == (2501, 1000, True)
+    listed = sorted({row["id"] for row in found})
+    named = user.run("worker", "events", "drop", *listed[-2:], "--dry-run")
+    assert (named.code, named.out.splitlines()) == (0, [f"{one} would be dropped" for one in listed[-2:]])
+    done = user.run("worker", "events", "drop", "--all", "--reason", "a test", "--yes", "--json")
+    assert (done.code, {one["id"] for one in done.json}) == (0, {*listed})
+    assert user.run("worker", "events", "list", "--json").json == []

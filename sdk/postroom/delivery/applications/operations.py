@@ -6,7 +6,7 @@ and the role that Postgres let in.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -18,14 +18,21 @@ from postroom._wire.unpublished import (
     FailingPage,
     PublishedFilter,
     Redriven,
+    RefusedFilter,
     SourcePage,
 )
 from postroom.chassis.postgres import Connection, acting, check_version, connected
 from postroom.delivery.applications import INSTALL, ROOMS
 from postroom.delivery.applications.installation import QUERIES
-from postroom.delivery.errors import not_failing
 from postroom.delivery.publishing import EVENTS, LETTERS
-from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
+from postroom.delivery.publishing.operations import (
+    drop_failing,
+    find_failing,
+    list_backlogs,
+    list_dropped,
+    list_failing,
+    redrive,
+)
 from postroom.delivery.publishing.postgres import now
 
 _TABLES: Final = (EVENTS, LETTERS)
@@ -43,25 +50,28 @@ class Application:
 
     async def failing(self, mesh: str | None = None) -> FailingPage:
         """Return the events that JetStream refuses."""
-        return FailingPage(failing=await list_failing(self._connection, EVENTS, mesh))
+        return await list_failing(self._connection, EVENTS, mesh)
 
     async def dropped(self) -> DroppedLog:
         """Return the events that operators dropped."""
         return DroppedLog(dropped=await list_dropped(self._connection, EVENTS))
 
-    async def drop(self, ids: Sequence[str], *, reason: str, dry_run: bool = False) -> Result[str]:
-        """Drop events that are refused, all or none; raises `NotFound` where one is not."""
+    async def drop(
+        self, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
+    ) -> Result[str]:
+        """Drop events that are refused, a thousand at a time; raises `NotFound` where one that is named is not."""
         noun = UNPUBLISHED[EVENTS.name]
-        async with self._connection.transaction():
-            if dry_run:
-                failing = {one.id for one in await list_failing(self._connection, EVENTS)}
-                if unknown := sorted(set(ids) - failing):
-                    raise not_failing(EVENTS.name, unknown[0])
-            else:
-                await drop_failing(self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
-                for one in ids:
-                    await self._keep_log("drop", noun.name, one, noun.verbs["drop"].done, reason)
-        return Result(dry_run=dry_run, done=list(ids), failed=[])
+        done: list[str] = []
+        after: str | None = ""
+        while after is not None:
+            async with self._connection.transaction():
+                ids, after = await find_failing(self._connection, EVENTS, wanted, mesh, after)
+                if not dry_run:
+                    await drop_failing(self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
+                    for one in ids:
+                        await self._keep_log("drop", noun.name, one, noun.verbs["drop"].done, reason)
+            done += ids
+        return Result(dry_run=dry_run, done=done, failed=[])
 
     async def redrive(self, wanted: PublishedFilter, *, reason: str, dry_run: bool = False) -> Result[Redriven]:
         """Have what was published, until now, and is wanted published again, part by part."""

@@ -1,8 +1,9 @@
 """What operators see and do about rows that are, or are not, in their streams.
 
-What no stream takes, or is too large, holds up its aggregate (of deliveries: its recipient) until somebody mends the
-cause, and then goes by itself. What can never go is dropped: an event leaves the outbox and is kept whole, a delivery
-is noted, and its message stays in the history; who dropped it, and why, stands beside it.
+What JetStream refuses, since no stream accepts it or it is too large, holds up its aggregate (of deliveries: its
+recipient) until somebody removes the cause, and is then published. What can never be published is dropped: an event
+leaves the outbox and is kept whole, a delivery is noted, and its message stays in the history; who dropped it, and why,
+is kept with it.
 """
 
 import re
@@ -10,21 +11,45 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-from postroom._wire.unpublished import Dropped, Failing, PublishedFilter, Redriven, SourceBacklog
+from postroom._wire.unpublished import (
+    Dropped,
+    Failing,
+    FailingPage,
+    PublishedFilter,
+    Redriven,
+    RefusedFilter,
+    SourceBacklog,
+)
 from postroom.chassis.postgres import Connection
 from postroom.delivery.errors import not_failing
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Table
 
-LIMIT: Final = 1000  # that are listed
+LIMIT: Final = 1000  # that are listed, or that one request drops
 TABLES: Final = (EVENTS, DELIVERIES, LETTERS)
 _STEP: Final = 5000  # rows of one table that one transaction has published again
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _ID: Final = {EVENTS.name: re.compile(_UUID), DELIVERIES.name: re.compile(_UUID + r"\.[0-9]{1,9}")}
 
 
-async def list_failing(connection: Connection, table: Table, context: str | None = None) -> list[Failing]:
+async def list_failing(connection: Connection, table: Table, context: str | None = None) -> FailingPage:
     """Return the oldest of a table that are refused, of one context or of all."""
-    return [Failing(**row) for row in await connection.fetch(table.queries["list_failing"], context, LIMIT)]
+    rows = await connection.fetch(table.queries["list_failing"], context, LIMIT + 1)
+    return FailingPage(failing=[Failing(**row) for row in rows[:LIMIT]], more=len(rows) > LIMIT)
+
+
+async def find_failing(
+    connection: Connection, table: Table, wanted: RefusedFilter, context: str | None, after: str | None
+) -> tuple[list[str], str | None]:
+    """Return the ids of those that are wanted and refused, from behind one on, and the last of them if there are more.
+
+    Raises `NotFound` where one that is named is not refused.
+    """
+    values = context, wanted.subject, wanted.older_than_seconds, wanted.ids, after, LIMIT + 1
+    ids = [row["id"] for row in await connection.fetch(table.queries["find_failing"], *values)]
+    for text in wanted.ids or ():
+        if text not in ids:
+            raise not_failing(table.name, text)
+    return ids[:LIMIT], ids[LIMIT - 1] if len(ids) > LIMIT else None
 
 
 async def drop_failing(connection: Connection, table: Table, ids: Sequence[str], *, actor: str, reason: str) -> None:
