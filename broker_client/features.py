@@ -5,7 +5,6 @@ clocks and sweeps, bounds every row's age. A broker that cannot promise a window
 """
 
 import math
-import os
 import time
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,7 @@ from broker_client.settings import RelaySettings
 from postroom._wire.accept import DEDUPE_MODES, DedupeFeature, Features
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
-from postroom.chassis.ownership import open_private
+from postroom.chassis.ownership import replace_private
 
 _log = structlog.get_logger(__name__)
 
@@ -106,13 +105,8 @@ class KeptFeatures:
 
     def save(self, features: Features) -> None:
         """Replace what was kept, whole or not at all; a disk that does not take it is logged and no reason to stop."""
-        draft = self._file.with_suffix(".new")
         try:
-            with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-                file.write(msgspec.json.encode(features))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._file)
+            replace_private(self._file, msgspec.json.encode(features).decode())
         except OSError as error:
             _log.warning("features_not_kept", file=str(self._file), error=str(error))
 
@@ -172,7 +166,7 @@ class FeatureCheck:
         return self._asked_at + _FRESH_SECONDS - time.monotonic()
 
     async def ask(self) -> None:
-        """Do the check. Raises `RequestFailed` where it has to be repeated, `Fatal` (78) where it failed for good.
+        """Do the check. Raises `RequestFailed` where it has to be repeated, `Fatal` (78) where it failed permanently.
 
         A token of another mesh is no reason to end: an operator can put the right one into the file.
         """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import sync
 
 MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
 
@@ -48,11 +49,7 @@ def new_file(file: Path) -> Iterator[BinaryIO]:
             raise taken from None
         finally:
             Path(draft).unlink()
-        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync(file.parent)
 
 
 def open_source(file: Path) -> BinaryIO:

@@ -8,6 +8,7 @@ from typing import Any
 
 from embedded.processes import EmbeddedError, ProcessIdentity
 from embedded.server import INSTALL_HINT, EmbeddedServer, file_of
+from postroom.chassis.ownership import replace_private
 
 _USER = "postroom"
 _FILE_BYTES = 1 << 40  # what streams may reserve: by itself NATS goes by the free disk, and /tmp may lie in memory
@@ -85,11 +86,7 @@ class EmbeddedNats(EmbeddedServer):
             stale.unlink()
 
     def _write(self, config: dict[str, Any]) -> None:
-        self.config_file.touch(mode=0o600)
-        draft = self.config_file.with_suffix(".new")
-        draft.touch(mode=0o600)
-        draft.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")  # NATS knows no \u escapes
-        draft.replace(self.config_file)
+        replace_private(self.config_file, json.dumps(config, indent=2, ensure_ascii=False))  # NATS knows no \u escapes
 
     def _command(self) -> list[str]:
         return [str(nats_server()), "-c", str(self.config_file)]

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from postroom.chassis.ownership import open_private
+from postroom.chassis.ownership import replace_private
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat behind the name; proc(5) counts it as the 22nd
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -61,10 +61,7 @@ class ProcessIdentity(NamedTuple):
 
     def write(self, file: Path) -> None:
         """Write the pid file in one step, so that nobody reads half of it."""
-        draft = file.with_name(file.name + ".new")
-        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "w", encoding="ascii") as stream:
-            stream.write(f"{self.pid} {self.started} {self.boot}\n")
-        draft.replace(file)
+        replace_private(file, f"{self.pid} {self.started} {self.boot}\n")
 
     @property
     def alive(self) -> bool:

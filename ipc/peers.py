@@ -17,7 +17,6 @@ import secrets
 import socket
 import stat
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,7 +28,7 @@ from aiohttp import hdrs, web
 
 from outbox import Caller
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import hand_over, private_directory, user_name
+from postroom.chassis.ownership import private_directory, replace_private, user_name
 from postroom.errors import InvalidMessage, NotPermitted
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -108,13 +107,7 @@ def rotate(file: Path) -> None:
     """
     try:
         private_directory(file.parent, may_be_anothers=True)
-        fd, name = tempfile.mkstemp(prefix=".token-", dir=file.parent)  # 0600 from the start
-        with os.fdopen(fd, "w", encoding="ascii") as stream:
-            hand_over(stream.fileno(), file.parent)
-            stream.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(file)
+        replace_private(file, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n", for_owner=True)
     except OSError as error:
         raise Fatal(
             Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}; check its directory"

@@ -261,7 +261,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         if source == file.path:
             recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
-        store.sync(file.path.parent)
+        ownership.sync(file.path.parent)
         saved = True
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
@@ -290,7 +290,7 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
         recovery = _Salvage(pages, new, now).run(source)
         new.execute(sqlite.QUERIES["commit"])
         new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
-    store.sync(fresh)
+    ownership.sync(fresh)
     return fresh, recovery
 
 

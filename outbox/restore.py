@@ -18,7 +18,7 @@ from postroom._wire.ids import now_ms
 from postroom._wire.sql import load_queries
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import hand_over, open_private
+from postroom.chassis.ownership import hand_over, open_private, sync
 from postroom.chassis.sqlite import PARTS, QUERIES, Damaged, exit_after, quick_check
 
 _LOG: Final = load_queries("outbox", "sql/recover.sql")["keep_log_line"]
@@ -50,10 +50,10 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
             quick_check(db)
             db.execute(_LOG, (None, now, "restore", str(Caller.this_process()), reason, None, str(backup)))
             db.execute(QUERIES["checkpoint_truncate"]).fetchall()
-        store.sync(fresh)
+        sync(fresh)
         aside = store.set_aside(file.path, now) if file.path.exists() else None
         fresh.rename(file.path)
-        store.sync(file.path.parent)
+        sync(file.path.parent)
         restored = True
     except (Damaged, sqlite3.DatabaseError) as fault:
         if isinstance(fault, sqlite3.OperationalError):

@@ -14,7 +14,7 @@ from typing import Final
 
 from embedded.server import socket_directory
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory
+from postroom.chassis.ownership import private_directory, replace_private
 
 MESH: Final = "demo"
 SENDER: Final = "alice"  # as whom the daemon acts
@@ -81,7 +81,7 @@ class Layout:
                         f"({', '.join(other)}): start in another directory with --state DIR, or remove this one, with "
                         f"every message in it, by `postroom down --wipe --state {self.state}`",
                     )
-            write_secret(mark, json.dumps(tables))
+            replace_private(mark, f"{json.dumps(tables)}\n")
             if os.geteuid() == 0:
                 self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself
             self.admin_token_file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -91,7 +91,7 @@ class Layout:
                 f"cannot use the state directory {self.state}: {error.strerror}; choose another with --state DIR",
             ) from error
         if not self.admin_token_file.exists():
-            write_secret(self.admin_token_file, secrets.token_urlsafe(32))
+            replace_private(self.admin_token_file, f"{secrets.token_urlsafe(32)}\n")
 
     def wipe(self) -> None:
         """Remove the state directory; one that no stack made is refused."""
@@ -121,12 +121,3 @@ def tables_sql() -> dict[str, str]:
                 said = re.sub(r"--.*", "", file.read_text("utf-8")).split()
                 found[f"{room}/{file.name}"] = hashlib.sha256(" ".join(said).encode()).hexdigest()
     return found
-
-
-def write_secret(file: Path, text: str) -> None:
-    """Write a file that only this user may read, in one step."""
-    draft = file.with_name(file.name + ".new")
-    draft.unlink(missing_ok=True)
-    draft.touch(mode=0o600)
-    draft.write_text(text + "\n", "utf-8")
-    draft.replace(file)

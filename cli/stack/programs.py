@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cli.stack.layout import MESH, SENDER, write_secret
+from cli.stack.layout import MESH, SENDER
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.nats import is_free
 from embedded.processes import tethered
@@ -22,6 +22,7 @@ from postroom import AsyncClient, PostroomError, TryAgain
 from postroom._wire.connections import Pool, url_dial
 from postroom._wire.transport import Peer, Transport
 from postroom.broker import BrokerClient
+from postroom.chassis.ownership import replace_private
 
 if TYPE_CHECKING:
     from cli.stack.stack import Stack
@@ -57,7 +58,7 @@ class Program(EmbeddedServer):
         return self.directory / f"{self.name}.toml"
 
     def _prepare(self) -> None:
-        write_secret(self.config_file, toml(self._settings()))
+        replace_private(self.config_file, f"{toml(self._settings())}\n")
 
     def _command(self) -> list[str]:
         return module_command(self.module, *self.arguments, "--config", self.config_file)

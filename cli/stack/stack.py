@@ -10,11 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from cli.stack.layout import MESH, SENDER, Layout, write_secret
+from cli.stack.layout import MESH, SENDER, Layout
 from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
 from postroom import Conflict
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import replace_private
 
 MEMBERS: Final = (SENDER, "bob")
 TOPIC: Final = "orders"
@@ -34,7 +35,7 @@ async def create_mesh(program: BrokerProgram, layout: Layout) -> None:
                 member = await broker.create_member(MESH, name)
             except Conflict:  # a crash came between the member and its token
                 member = await broker.rotate_member_token(MESH, name)
-            write_secret(layout.token_file(name), member.token)
+            replace_private(layout.token_file(name), f"{member.token}\n")
         with suppress(Conflict):
             await broker.create_topic(MESH, TOPIC)
         with suppress(Conflict):
@@ -80,7 +81,7 @@ class Stack:
         quoted = {
             name: text if _PLAIN.fullmatch(text) else shlex.quote(text) for name, text in self.environment().items()
         }
-        write_secret(self.layout.env_file, "\n".join(f"{name}={text}" for name, text in quoted.items()))
+        replace_private(self.layout.env_file, "".join(f"{name}={text}\n" for name, text in quoted.items()))
 
     def stop(self) -> None:
         """Stop everything, in the opposite order."""

@@ -82,6 +82,36 @@ def open_private(path: Path, flags: int = os.O_RDWR) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+def replace_private(file: Path, content: str, *, for_owner: bool = False) -> None:
+    """Put `content` in the place of a file of a program's own (0600): whole and on disk, or not at all.
+
+    The file is this user's, or `for_owner` of its directory. Raises `OSError`.
+    """
+    draft = file.with_name(f"{file.name}.new")
+    descriptor = open_private(draft, os.O_WRONLY | os.O_TRUNC)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            if for_owner:
+                hand_over(descriptor, file.parent)
+            stream.write(content)
+            stream.flush()
+            os.fsync(descriptor)
+        draft.replace(file)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Put a file, or the names in a directory, on disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def refuse_link(path: Path) -> None:
     """Raise `OSError` where something lies at `path` that is no regular file, or is another user's."""
     try:

@@ -157,15 +157,6 @@ def move(database: Path, destination: Path) -> None:
             Path(f"{database}{part}").rename(f"{destination}{part}")
 
 
-def sync(path: Path) -> None:
-    """Put a file, or the names in a directory, on disk."""
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 class Connection(aiosqlite.Connection):
     """An aiosqlite connection that runs a whole function on its thread.
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from postroom.chassis.listener import unix_listener
-from postroom.chassis.ownership import check_private, hand_over, open_private, private_directory, refuse_link
+from postroom.chassis.ownership import (
+    check_private,
+    hand_over,
+    open_private,
+    private_directory,
+    refuse_link,
+    replace_private,
+)
 
 
 def test_a_file_is_given_to_the_owner_of_its_directory(tmp_path: Path) -> None:
@@ -20,6 +27,19 @@ def test_a_file_is_given_to_the_owner_of_its_directory(tmp_path: Path) -> None:
         hand_over(file.fileno(), directory)
     owner, given = directory.stat(), (directory / "file").stat()
     assert (given.st_uid, given.st_gid) == (owner.st_uid, owner.st_gid)
+
+
+def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file, taken = tmp_path / "file", tmp_path / "taken"
+    (tmp_path / "file.new").write_text("of a program that was killed half-way")
+    (tmp_path / "file.new").chmod(0o600)
+    taken.mkdir()
+    for content in ("first", "ünd"):
+        replace_private(file, content)
+        assert (file.read_text("utf-8"), file.stat().st_mode & 0o777) == (content, 0o600)
+    with pytest.raises(IsADirectoryError):
+        replace_private(taken, "no file can be there")
+    assert {each.name for each in tmp_path.iterdir()} == {"file", "taken"}
 
 
 @pytest.mark.parametrize(("umask", "parent_mode"), [(0o000, 0o755), (0o022, 0o755), (0o077, 0o700)])

@@ -148,6 +148,13 @@ def test_a_rotated_token_is_taken_for_its_grace_and_no_longer(tmp_path: Path) ->
     assert token.matches(second)
 
 
+def test_a_rotation_that_fails_leaves_no_token_behind(tmp_path: Path) -> None:
+    (taken := tmp_path / "local.token").mkdir()
+    with pytest.raises(Fatal, match="cannot write the token file") as refusal:
+        rotate(taken)
+    assert (refusal.value.exit_code, list(tmp_path.iterdir())) == (Exit.IO_ERROR, [taken])
+
+
 @pytest.mark.parametrize(("content", "mode"), [("", 0o600), ("short", 0o600), ("x" * 40, 0o640), ("x" * 40, 0o604)])
 def test_a_token_file_that_protects_nothing_is_refused(tmp_path: Path, content: str, mode: int) -> None:
     file = tmp_path / "local.token"
