@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.model import Caller
+from outbox.operating import Order
 from outbox.outbox import NAME, SCHEMA
 from postroom._wire.ids import now_ms
 from postroom._wire.sql import load_queries
@@ -21,7 +22,7 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over, open_private, sync
 from postroom.chassis.sqlite import PARTS, QUERIES, Damaged, exit_after, quick_check
 
-_LOG: Final = load_queries("outbox", "sql/recover.sql")["keep_log_line"]
+_LOG: Final = load_queries("outbox", "sql/operate.sql")["log"]
 
 
 def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], int] = now_ms) -> Path | None:
@@ -31,10 +32,11 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
     everything as it was.
 
     Raises `Fatal`: 69 where a daemon runs there, 78 for a file that is no whole backup of an outbox, 75 on a full disk,
-    74 on one that fails.
+    74 on one that fails; `InvalidMessage` without a reason.
     """
+    order = Order(Caller.this_process(), reason).checked()
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
-    restored = False
+    restored, aside = False, None
     try:
         if (log := Path(f"{backup}-wal")).exists():
             raise Fatal(Exit.CONFIG, f"{log} lies beside {backup}: restore what `postroom outbox backup` has written")
@@ -48,7 +50,8 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
             if not SCHEMA.version_of(db, backup):
                 raise Fatal(Exit.CONFIG, f"{backup} is empty, and no backup of an outbox: take another")
             quick_check(db)
-            db.execute(_LOG, (None, now, "restore", str(Caller.this_process()), reason, None, str(backup)))
+            line = {"at": now, "verb": "restore", "actor": str(order.caller), "reason": order.reason.strip()}
+            db.execute(_LOG, {**line, "row_id": None, "detail": str(backup)})
             db.execute(QUERIES["checkpoint_truncate"]).fetchall()
         sync(fresh)
         aside = store.set_aside(file.path, now) if file.path.exists() else None
@@ -62,9 +65,8 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
             ) from fault
         raise Fatal(Exit.CONFIG, f"{backup} is damaged, or no backup of an outbox ({fault}): take another") from fault
     except OSError as error:
-        raise Fatal(
-            exit_after(error), f"cannot restore {backup}: {error.strerror}; nothing has changed, try again"
-        ) from error
+        changed = "nothing has changed" if aside is None else f"the outbox that was there is {aside}"
+        raise Fatal(exit_after(error), f"cannot restore {backup}: {error.strerror}; {changed}, try again") from error
     finally:
         file.end(clean=restored)
     return aside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -201,6 +202,37 @@ async def test_what_is_no_whole_backup_changes_nothing(
     assert database.read_bytes() == before
     async with await open_outbox() as outbox:
         assert (await outbox.counts()).rows["pending"] == 50
+
+
+async def test_a_restore_that_fails_half_way_says_where_the_outbox_is_and_can_be_repeated(
+    open_outbox: OpenOutbox, state: Path, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("kept"))
+        await copied(outbox, tmp_path / "copy.db")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if target == database:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fail)
+        with pytest.raises(Fatal) as failed:
+            restore(state, tmp_path / "copy.db", "the disk was lost")
+    (aside,) = state.glob("outbox.db.damaged-*")
+    assert f"the outbox that was there is {aside}, try again" in str(failed.value)
+    restore(state, tmp_path / "copy.db", "the disk was lost")
+    async with await open_outbox() as outbox:
+        assert (await outbox.find("kept")) is not None
+
+
+async def test_nothing_is_restored_without_a_reason(outbox: Outbox, state: Path, tmp_path: Path) -> None:
+    await copied(outbox, tmp_path / "copy.db")
+    await outbox.close()
+    with pytest.raises(InvalidMessage, match="reason"):
+        restore(state, tmp_path / "copy.db", " ")
 
 
 FULL_DISK = """

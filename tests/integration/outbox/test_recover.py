@@ -219,7 +219,6 @@ import resource, sys
 from pathlib import Path
 from postroom.chassis.exits import Fatal
 from outbox.recover import recover
-from postroom._wire.message import SendRequest, prepare
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
 try:
@@ -246,7 +245,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from outbox.recover import recover
-from postroom._wire.message import SendRequest, prepare
 
 rename, left = Path.rename, int(sys.argv[2])
 
