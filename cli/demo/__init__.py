@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 from cli.noun import noun
 
+if TYPE_CHECKING:
+    from cli.demo.programs import HandledStack, Receiver
+    from cli.demo.stage import Stage
+
 app = noun()
+
+S = TypeVar("S", bound="HandledStack")
+
+State = Annotated[
+    Path | None,
+    typer.Option("--state", metavar="DIR", help="Keep everything in DIR, a new one [default: removed at the end]."),
+]
 
 _PREFIX: Final = "postroom-demo-"
 
 
 @app.command()
-def demo(
-    *,
-    state: Annotated[
-        Path | None,
-        typer.Option("--state", metavar="DIR", help="Keep everything in DIR, a new one [default: removed at the end]."),
-    ] = None,
-) -> None:
+def demo(*, state: State = None) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
     from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
-    from cli.demo.programs import DemoStack, Receiver  # noqa: PLC0415
-    from cli.demo.stage import Stage  # noqa: PLC0415
+    from cli.demo.programs import DemoStack  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
     if not EVENTS.exists():
@@ -41,19 +45,16 @@ def demo(
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
         )
         raise Fatal(Exit.UNAVAILABLE, sentence)
-    with fresh_stack_directory(state) as directory, Receiver() as receiver:
-        stack = DemoStack(directory, receiver)
-        try:
-            holds = Demo(stack, Stage(), receiver).run()
-        finally:
-            stack.stop()
-    if not holds:
-        raise Fatal(Exit.FAILED, "a number is wrong: see the table")
+    perform(state, DemoStack, lambda stack, stage, receiver: Demo(stack, stage, receiver).run())
 
 
-@contextmanager
-def fresh_stack_directory(state: Path | None) -> Iterator[Path]:
-    """Supervise a stack in `state`, or in a directory that is removed afterwards; yields the directory."""
+def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver], bool]) -> None:
+    """Run something on a new stack in `state`, or in a directory that is removed afterwards, and stop the stack.
+
+    Raises `Fatal` where `run` says that a number is wrong, and where there is an outbox already.
+    """
+    from cli.demo.programs import Receiver  # noqa: PLC0415
+    from cli.demo.stage import Stage  # noqa: PLC0415
     from cli.stack import Layout, fatal_failures  # noqa: PLC0415
     from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
@@ -66,8 +67,14 @@ def fresh_stack_directory(state: Path | None) -> Iterator[Path]:
         layout = Layout(directory)
         if layout.outbox_file.exists():
             raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory")
-        with supervising(layout):
-            yield directory
+        with supervising(layout), Receiver() as receiver:
+            stack = kind(directory, receiver)
+            try:
+                holds = run(stack, Stage(), receiver)
+            finally:
+                stack.stop()
+    if not holds:
+        raise Fatal(Exit.FAILED, "a number is wrong: see the table")
 
 
 def sweep() -> None:

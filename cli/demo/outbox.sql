@@ -9,7 +9,7 @@ SELECT count(*) FROM outbox WHERE id NOT IN (SELECT superseded_by FROM outbox WH
 SELECT count(*) FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(:ids));
 
 -- name: died
--- Rows that the broker refused for good, whatever an operator made of them since.
+-- Rows that the broker refused permanently, whatever an operator made of them since.
 SELECT count(*) FROM outbox WHERE status IN ('dead', 'aborted') AND last_error LIKE 'topic_not_found:%';
 
 -- name: requeued

@@ -1,7 +1,8 @@
-"""An older Postgres comes back, then an older outbox; each way back is the one of docs/backup.md, typed as there.
+"""`postroom drill …`: what an operator hopes never to need, done on a stack of its own.
 
-Nothing here repairs anything by itself: what is not a command of `postroom` or of Postgres starts and stops programs,
-sends, looks and counts.
+An older Postgres comes back, then an older outbox; each way back is the one of docs/backup.md, typed as there. Nothing
+here repairs anything by itself: what is not a command of `postroom` or of Postgres starts and stops programs, sends,
+looks and counts.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from cli.demo import State, perform
 from cli.demo.programs import HandledStack, Receiver
 from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Told
 from cli.demo.stage import Stage
+from cli.noun import noun
 from cli.stack.programs import module_command
 from embedded.postgres import postgres_home
 from postroom import Client, new_id
 from postroom._wire.message import SendRequest
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import PARTS
+
+app = noun("Rehearse a loss and the way back, on servers of its own.")
 
 FIRST: Final = 1000  # messages before any backup
 AFTER_POSTGRES: Final = 500  # accepted and handled after the backup of Postgres
@@ -33,6 +38,17 @@ UNRELAYED: Final = 100  # acknowledged by the daemon alone when its disk is lost
 WHY: Final = "a drill"
 _WAIT_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 0.1
+
+
+@app.callback()
+def drill() -> None:
+    """Rehearse a loss and the way back, on servers of its own."""
+
+
+@app.command()
+def restore(*, state: State = None) -> None:
+    """Put an older Postgres and an older outbox back, recover by the documented commands, and count."""
+    perform(state, HandledStack, lambda stack, stage, receiver: RestoreDrill(stack, stage, receiver).run())
 
 
 class RestoreDrill:
