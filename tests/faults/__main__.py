@@ -41,6 +41,7 @@ from faults import (  # noqa: F401 - each makes its goals known
     pairs,
     points,
     replacement,
+    simulation,
     streams,
 )
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown

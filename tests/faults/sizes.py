@@ -41,6 +41,7 @@ SIZES: Final[dict[str, Sizes]] = {
     "F17": Sizes(Size(9, 30), Size(9, 300), 10, Size(1, 10)),  # attacks, seconds of each
     "F17b": Sizes(Size(8, 30), Size(8, 300), 10),
     "F18": Sizes(Size(100, 10_000), Size(1_000, 100_000), 6),  # jumps, acknowledged
+    "F19": Sizes(Size(2_000), Size(100_000), 25, Size(40)),  # courses
     "F20": Sizes(Size(0), Size(60, 1_000_000), 2.5),  # minutes, acknowledged; none in the first column
     "F21": Sizes(Size(20, 50), Size(200, 500), 10, Size(20, 20)),  # replacements, accepted after each
     "F22": Sizes(Size(1, 50), Size(1, 2_000), 6),  # messages before each restore, and after it

@@ -97,12 +97,27 @@ def neighbouring_schemas() -> None:
     postgres.runs_on = sqlite.runs_on = int.__eq__  # type: ignore[assignment]
 
 
+def question() -> None:
+    """Retire a row although nobody knows whether the broker has accepted it, and do not ask."""
+    from outbox.operating import Act, Learned, Outcomes
+
+    act = Act.run
+
+    async def learn_nothing(self: Outcomes, row_ids: object) -> Learned:
+        del self, row_ids
+        return Learned({})
+
+    Outcomes.learn = learn_nothing  # type: ignore[method-assign,assignment]
+    Act.run = lambda self, transaction: act(self._replace(order=self.order._replace(force=True)), transaction)  # type: ignore[method-assign]
+
+
 SAFEGUARDS: Final[dict[str, Callable[[], None]]] = {
     "the commit before the answer": commit_before_answer,
     "synchronous = FULL": synchronous_full,
     "the record": record,
     "the fence": fence,
     "the shares": shares,
+    "the question before a requeue": question,
     "the schemas before and after its own": neighbouring_schemas,
 }
 
