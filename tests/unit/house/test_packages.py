@@ -57,7 +57,7 @@ def pins(lock: str) -> list[str]:
     return [line for line in (ROOT / lock).read_text().splitlines() if line and not line.startswith((" ", "#"))]
 
 
-LOCKS = ["requirements.lock", "dev.lock", "spark.lock", "bench.lock", "examples.lock", "site.lock"]
+LOCKS = [f"{name}.lock" for name in ("requirements", "dev", "spark", "bench", "examples", "containers", "site")]
 
 
 @pytest.mark.parametrize("lock", LOCKS)
