@@ -128,7 +128,7 @@ class Batch:
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
         """Check the lines, no more in a turn than others can wait for."""
         prepared: list[PreparedSend | PostroomError] = []
-        work = 0
+        traceparent, work = self._request.headers.get("traceparent"), 0
         for line in lines:
             work += _LINE + (len(line) if isinstance(line, bytes) else 0)
             if work > _TURN_OF_LINES:
@@ -138,7 +138,7 @@ class Batch:
                 prepared.append(line)
                 continue
             try:
-                prepared.append(prepare(line, max_body_bytes=self._limits.body_bytes))
+                prepared.append(prepare(line, traceparent=traceparent, max_body_bytes=self._limits.body_bytes))
             except PostroomError as error:
                 prepared.append(error)
         return prepared

@@ -134,6 +134,7 @@ _decode_rows: Final = msgspec.json.Decoder(list[StoredRow]).decode
 _decode_page: Final = msgspec.json.Decoder(list[tuple[int, StoredRow]]).decode
 _decode_log: Final = msgspec.json.Decoder(list[_LogLine]).decode
 _decode_posts: Final = msgspec.json.Decoder(list[tuple[str, _FailedPosts]]).decode
+_decode_traceparents: Final = msgspec.json.Decoder(list[tuple[str, str | None]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -380,7 +381,10 @@ def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
 def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:
     ids = _encode([link.id for link in chain]).decode()
     log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
+    traceparents = dict(_decode_traceparents(_value(db, "traceparents", (ids,))))
     failed = [posts.view(row_id) for row_id, posts in _decode_posts(_value(db, "failed_posts", (ids,)))]
+    for link in (row, *chain):
+        link.traceparent = traceparents.get(link.id)
     return RowChain(row=row, chain=chain, log=log, failed_posts=failed)
 
 

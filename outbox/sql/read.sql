@@ -36,6 +36,11 @@ SELECT json_group_array(json_array(outbox.id, json(post.value)))
 FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
 CROSS JOIN json_each(posts) AS post;
 
+-- name: traceparents
+-- The traceparents of these rows: [[id, traceparent or null], …]; a row whose payload is gone has none.
+SELECT json_group_array(json_array(outbox.id, CAST(payload AS TEXT) ->> '$.traceparent'))
+FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_payload USING (seq);
+
 -- name: unreported
 -- The next rows whose end the broker has not heard of: their numbers there, and in the outbox.
 SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?1;

@@ -131,9 +131,11 @@ class Client:
     subscribe = _blocking(AsyncClient.subscribe)
     unsubscribe = _blocking(AsyncClient.unsubscribe)
 
-    def send_many(self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]) -> Iterator[BatchResult]:
+    def send_many(
+        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest], *, traceparent: str | None = None
+    ) -> Iterator[BatchResult]:
         """Do as `AsyncClient.send_many` does; `messages` is read in a thread of its own."""
-        for results in self.send_many_in_chunks(messages):
+        for results in self.send_many_in_chunks(messages, traceparent=traceparent):
             yield from results
 
     def _streaming(self) -> tuple[LoopThread, AsyncClient]:

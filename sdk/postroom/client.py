@@ -7,7 +7,7 @@ a no-op (docs/contract/send.md#send-37).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -148,27 +148,30 @@ class AsyncClient(Calls):
         )
 
     async def send_many(
-        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
+        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest], *, traceparent: str | None = None
     ) -> AsyncGenerator[BatchResult, None]:
         """Send any number of messages as a stream, and yield one result for each as it arrives.
+
+        All of them have the `traceparent`.
 
         `line` counts the messages from 1. Messages without an id get one; a broken connection is resumed. A message
         that is refused yields a `problem`; an error that stops the stream is raised, and then every message without
         a result may be sent again under its own id.
         """
-        async with aclosing(self.send_many_in_chunks(messages)) as chunks:
+        async with aclosing(self.send_many_in_chunks(messages, traceparent=traceparent)) as chunks:
             async for results in chunks:
                 for result in results:
                     yield result
 
     async def send_many_in_chunks(
-        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
+        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest], *, traceparent: str | None = None
     ) -> AsyncGenerator[list[BatchResult], None]:
         """Do as `send_many` does, but yield the results that arrived together as one list."""
         from postroom._wire.batch import Batch, feed  # noqa: PLC0415 - nor does it, unless it streams
 
+        headers = {} if traceparent is None else {"traceparent": check_traceparent(traceparent)}
         async with aclosing(feed(messages)) as source:
-            batch = Batch(self._transport, source, self._patience())
+            batch = Batch(self._transport, source, self._patience(), headers)
             async with aclosing(batch.results()) as chunks:
                 async for results in chunks:
                     yield results
@@ -314,16 +317,33 @@ class AsyncClient(Calls):
                 return total
             asked = replace(asked, cursor=part.next_cursor)
 
-    async def prune(self, older_than_seconds: float, *, reason: str) -> PruneResult:
-        """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay."""
-        body = PruneRequest(reason=reason, older_than_seconds=older_than_seconds)
-        return await self._change("POST", "/v1/outbox/prune", PruneResult, body)
+    async def prune(
+        self, older_than_seconds: float, *, reason: str, tell: Callable[[int], None] | None = None
+    ) -> PruneResult:
+        """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay.
 
-    async def resend_missing(self, *, reason: str, dry_run: bool = False) -> ResendResult:
+        However many there are, one request is about some 100,000; what it did stays done where a later one fails.
+        `tell` is told after each how many payloads it is so far.
+        """
+        total, cursor = PruneResult(pruned=0), 0
+        while True:
+            body = PruneRequest(reason=reason, older_than_seconds=older_than_seconds, cursor=cursor)
+            part = await self._change("POST", "/v1/outbox/prune", PruneResult, body)
+            total.pruned += part.pruned
+            if tell is not None:
+                tell(total.pruned)
+            if part.next_cursor is None:
+                return total
+            cursor = part.next_cursor
+
+    async def resend_missing(
+        self, *, reason: str, dry_run: bool = False, tell: Callable[[int], None] | None = None
+    ) -> ResendResult:
         """Send the messages that the broker's database lost again, under their own ids; `health` counts them.
 
         Those whose payload is gone are named, and noted in the operator log. However many there are, one request is
-        about some 10,000; what it did stays done where a later one fails.
+        about some 10,000; what it did stays done where a later one fails. `tell` is told after each how many it is so
+        far.
         """
         total = ResendResult(dry_run=dry_run, resent=0, without_payload=0)
         more = True
@@ -333,6 +353,8 @@ class AsyncClient(Calls):
             total.resent += part.resent
             total.without_payload += part.without_payload
             total.without_payload_ids += part.without_payload_ids
+            if tell is not None:
+                tell(total.resent + total.without_payload)
             more = part.more
         return total
 

@@ -10,6 +10,9 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from support.post import PostOffice
 
+from postroom import Client
+from postroom._wire.spark import SparkTask
+
 
 def test_a_stream_that_starts_again_from_its_checkpoint_sends_each_row_once(
     spark: SparkSession, post: PostOffice, tmp_path: Path
@@ -21,6 +24,11 @@ def test_a_stream_that_starts_again_from_its_checkpoint_sends_each_row_once(
     spark.range(30, 40).selectExpr("id AS order_id").write.mode("append").parquet(str(source))
     run(spark, post, source, checkpoint)
     assert post.accepted().keys() == {str(number) for number in range(40)}
+    with Client(post.socket) as client:
+        tasks = [SparkTask.read(client.inspect(post.id_of(str(number))).row.traceparent) for number in range(40)]
+    written = [task.write.rpartition("-") for task in tasks if task is not None]
+    assert len({stream for stream, _, _ in written}) == 1
+    assert {batch for _, _, batch in written} >= {"0", "1"}  # a file is a micro-batch
 
 
 def test_a_stream_ends_with_the_reason_when_it_cannot_work(

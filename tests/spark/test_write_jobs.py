@@ -17,7 +17,8 @@ from support import crashing_write
 from support.post import PostOffice
 from support.write_jobs import cancel, completions, holding, in_database, shown
 
-from postroom import Conflict, InvalidMessage, PostroomError
+from postroom import Client, Conflict, InvalidMessage, PostroomError
+from postroom._wire.spark import SparkTask
 from postroom.ledger.operating import start
 from postroom.ledger.primitives import Start
 from postroom.spark.jobs import Counts, JobOfWrite
@@ -49,6 +50,9 @@ def test_a_write_is_a_job_of_its_partitions_and_completes_once_however_often_it_
     assert shown(post.database_url, job) == found
     assert completions(post.database_url, job) == [SENT]
     assert post.accepted().keys() == {str(number) for number in range(30)}
+    with Client(post.socket) as client:
+        rows = [client.inspect(post.id_of(str(number))).row for number in range(30)]
+    assert [SparkTask.read(row.traceparent) for row in rows] == [SparkTask("job", job.int, n // 10) for n in range(30)]
 
 
 def test_a_write_that_fails_leaves_its_job_running_with_the_reason_and_goes_on_when_it_runs_again(
@@ -95,7 +99,7 @@ def test_a_job_that_cannot_be_this_writes_is_refused_before_a_row_is_sent(
 def test_a_job_is_of_the_mesh_that_the_daemons_serve(post: PostOffice) -> None:
     plan = plan_of(post, mesh="sea")
     with pytest.raises(InvalidMessage, match="serves the mesh 'demo', but the job is in 'sea'"):
-        send(plan, iter([pa.record_batch({"order_id": [1]})]))
+        send(plan, iter([pa.record_batch({"order_id": [1]})]), SparkTask("job", 1, 0))
     assert post.accepted() == {}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from postroom._wire.arguments import encode, with_id
@@ -39,8 +39,16 @@ MAX_AHEAD: Final = 1024  # items that the thread may be ahead
 class Batch:
     """One `send_many`: the caller's messages, and what became of each."""
 
-    def __init__(self, transport: Transport, messages: AsyncIterator[SendRequest], patience: Patience) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        messages: AsyncIterator[SendRequest],
+        patience: Patience,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Send `headers` with each request."""
         self._transport = transport
+        self._headers = headers
         self._messages = messages
         self._patience = patience
         self._backlog = Backlog()
@@ -100,7 +108,12 @@ class Batch:
         over = asyncio.Event()
         try:
             async with self._transport.open(
-                "POST", PATH, data=self._body(over), media=NDJSON, silence=self._transport.timeout
+                "POST",
+                PATH,
+                data=self._body(over),
+                headers=self._headers,
+                media=NDJSON,
+                silence=self._transport.timeout,
             ) as answer:
                 async for lines in self._transport.lines(answer):
                     await self._settle_all(lines)

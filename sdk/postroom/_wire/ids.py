@@ -13,7 +13,6 @@ from typing import Final
 
 MAX_ID_LENGTH: Final = 128  # characters
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
-SPARK_ID: Final = re.compile(r"([0-9a-f]{16}):(.+)")  # of a row: the hash of its namespace, and its key
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
@@ -66,6 +65,19 @@ os.register_at_fork(after_in_child=_mint.reset)
 def new_id() -> str:
     """Mint a ULID: 26 characters of Crockford base 32, in the order they were made in."""
     return _mint()
+
+
+def ulid_number(ulid: str) -> int:
+    """Return the number (128 bits) that a ULID writes."""
+    number = 0
+    for digit in ulid:
+        number = number << 5 | _CROCKFORD.index(digit)
+    return number
+
+
+def ulid_of(number: int) -> str:
+    """Write a number of 128 bits as a ULID."""
+    return "".join([_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5)])
 
 
 def is_client_message_id(text: str) -> bool:

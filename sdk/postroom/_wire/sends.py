@@ -44,7 +44,7 @@ class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `duplicate` says that the broker had accepted the message before: by an earlier post, of this daemon or of another
     one of the same member. `unanswered_at` is when a post of it last went unanswered, for a row whose outcome is not
-    known: the broker may have accepted it.
+    known: the broker may have accepted it. `traceparent` is left out of lists.
     """
 
     id: str
@@ -70,6 +70,7 @@ class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     superseded_by: str | None = None
     payload_pruned_at: datetime | None = None
     submitted_by: str | None = None
+    traceparent: str | None = None
 
 
 class SendList(msgspec.Struct, kw_only=True):

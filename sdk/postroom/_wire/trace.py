@@ -14,8 +14,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from postroom._wire.ids import SPARK_ID, is_client_message_id
+from postroom._wire.ids import is_client_message_id
 from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
+from postroom._wire.spark import SPARK_ID, SparkTask
 from postroom.errors import NotFound, PostroomError, Problem
 
 Outcome = Literal["done", "running", "waiting", "dead", "ended"]
@@ -27,6 +28,7 @@ Outcome = Literal["done", "running", "waiting", "dead", "ended"]
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MOST: Final = 20  # ids that one is asked for because the other knows them
 NAME: Final = "client_message_id"
+TRACEPARENT: Final = "traceparent"
 REPAIRED: Final = "its cause is repaired"  # the reason in a command that helps then
 _OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
     "pending": "waiting",
@@ -145,14 +147,19 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
 
 
 def _of_spark(step: Step) -> Step | None:
-    """Return how a message began that Spark's writer made of a row, by its id (postroom.spark.rows)."""
+    """Return how a message began that Spark's writer made of a row, by its id and its traceparent."""
     found = SPARK_ID.fullmatch(step.ids.get(NAME, "")) if step.what in ("kept", "accepted") else None
     if found is None:
         return None
     name, namespace, key = found.group(0, 1, 2)
     row = "a row whose key is hashed" if key.startswith("~") else f"the row {key}"
-    reason = f"{row} of the writes with the namespace's hash {namespace}"
-    return Step(id=f"spark:{name}", what="written", thing=name, outcome="done", place="Spark", reason=reason)
+    reason, task, parent = f"{row} of the writes with the namespace's hash {namespace}", None, None
+    if (task := SparkTask.read(step.ids.get(TRACEPARENT))) is not None:
+        reason = f"{row}, by the partition {task.partition} of {task.write}"
+        parent = None if task.job is None else f"job:{task.job}"
+    return Step(
+        id=f"spark:{name}", what="written", thing=name, outcome="done", parent=parent, place="Spark", reason=reason
+    )
 
 
 def compose(
@@ -202,7 +209,12 @@ def steps_of(
             parent=successors.get(row.id),
             at=row.enqueued_at,
             place=place,
-            ids={NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""},
+            ids={
+                NAME: row.client_message_id,
+                "to": row.destination,
+                "submitted_by": row.submitted_by or "",
+                **({} if row.traceparent is None else {TRACEPARENT: row.traceparent}),
+            },
         )
         steps.append(kept)
         failed = [posts for posts in failed_posts if posts.row_id == row.id]

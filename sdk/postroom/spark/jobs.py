@@ -24,6 +24,7 @@ from uuid import UUID, uuid4, uuid5
 import msgspec
 
 from postroom._wire.retry import Patience, retrying
+from postroom._wire.spark import partition_id
 from postroom._wire.sql import load_queries
 from postroom.errors import Conflict, NotFound, TryAgain
 from postroom.flow import SPARK_WRITE
@@ -213,21 +214,19 @@ class JobOfWrite:
         if job is not None and job["state"] == "completed":
             return
         children = [
-            Child(self._child(number), "partition", _json({"partition": number})) for number in range(len(counts))
+            Child(partition_id(self._root, number), "partition", _json({"partition": number}))
+            for number in range(len(counts))
         ]
         write = await answer(connection, self._root, self._guid("write"), _json(counts), children)
         kept = msgspec.json.decode(write.result, type=list[Counts])
         for number, counted in enumerate(kept):
-            child, guid = self._child(number), self._guid(str(number))
+            child, guid = partition_id(self._root, number), self._guid(str(number))
             await ask(connection, child)
             answered = await answer(connection, child, guid, _json(counted))
             if answered.closed_by is not None:
                 totals = {name: sum(getattr(each, name) for each in kept) for name in Counts.__struct_fields__}
                 await complete(connection, child, guid, answered.closed_by, _json({"partitions": len(kept), **totals}))
             patience.restart()
-
-    def _child(self, number: int) -> UUID:
-        return uuid5(self._root, str(number))
 
     def _guid(self, word: str) -> str:
         return f"{self.id}/{word}"

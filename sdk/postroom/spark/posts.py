@@ -22,6 +22,8 @@ import msgspec
 
 from postroom._wire.message import SendRequest
 from postroom._wire.sends import SETTLED, SendResult
+from postroom._wire.spark import SparkTask
+from postroom._wire.words import counted
 from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
 from postroom.spark.options import FAIL, WritePlan
@@ -61,22 +63,23 @@ class Tally:
     problems: list[RowProblem] = dataclasses.field(default_factory=list)
 
 
-def post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
-    """Send the rows of `batches`; raises the `PostroomError` that stops all of them, as `InvalidMessage` or no daemon.
+def post(plan: WritePlan, batches: Iterator[pa.RecordBatch], task: SparkTask) -> Tally:
+    """Send the rows of `batches`, as those of a `task`.
 
-    For a thread without an event loop of its own.
+    Raises the `PostroomError` that stops all of them, as `InvalidMessage` or no daemon. For a thread without an event
+    loop of its own.
     """
-    return asyncio.run(_post(plan, batches))
+    return asyncio.run(_post(plan, batches, task.traceparent))
 
 
-async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
+async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent: str) -> Tally:
     async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
         version = await client.version()  # a host without a daemon is told of soon
     # refuse to send what is a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
         detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
         raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
-    task = _Task(plan)
+    task = _Task(plan, traceparent)
     reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
     async with (
         AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
@@ -99,9 +102,10 @@ async def _slices(reader: RowReader, batches: Iterator[pa.RecordBatch]) -> Async
 class _Task:
     """The rows that are on their way, and the tally of the others."""
 
-    def __init__(self, plan: WritePlan) -> None:
+    def __init__(self, plan: WritePlan, traceparent: str) -> None:
         self.tally = Tally()
         self._plan = plan
+        self._traceparent = traceparent
         self._on_the_way: dict[int, Row] = {}  # by line
         self._not_accepted: deque[tuple[Row, SendResult]] = deque()  # by the broker, with `wait=accepted`
         self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be on their way to it
@@ -128,7 +132,9 @@ class _Task:
 
     async def send(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
         """Stream the rows through the batch route, and settle each as its answer comes."""
-        async with aclosing(client.send_many_in_chunks(self._requests(slices))) as chunks:
+        async with aclosing(
+            client.send_many_in_chunks(self._requests(slices), traceparent=self._traceparent)
+        ) as chunks:
             async for results in chunks:
                 for result in results:
                     row = self._on_the_way.pop(result.line)
@@ -215,10 +221,11 @@ def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
     """Return the error that ends a write, with the keys of the rows that were not sent."""
     shown = "; ".join(f"{key_text(plan, problem.key)}: {problem.detail}" for problem in problems[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    rows = counted(len(problems), "row")
     if all(problem.conflict for problem in problems):
-        sentence = f"the id of {_count(problems)} was used before with other content: {shown}{more}"
+        sentence = f"the id of {rows} was used before with other content: {shown}{more}"
         return Conflict.of("idempotency_key_reused", f"{sentence}. Every other row was sent")
-    return InvalidMessage.of("rows_refused", f"{_count(problems)} not sent: {shown}{more}. Every other row was")
+    return InvalidMessage.of("rows_refused", f"{rows} not sent: {shown}{more}. Every other row was")
 
 
 def prepare_directory(option: str, directory: str) -> None:
@@ -261,7 +268,3 @@ def _resolve(directory: str) -> tuple[Any, str]:
         system, path = fs.FileSystem.from_uri(directory)
         return system, path
     return fs.LocalFileSystem(), str(Path(directory).absolute())
-
-
-def _count(problems: Sequence[RowProblem]) -> str:
-    return "1 row" if len(problems) == 1 else f"{len(problems)} rows"

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from postroom._wire.ids import new_id
+from postroom._wire.ids import new_id, ulid_number
+from postroom._wire.spark import SparkTask
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
@@ -22,6 +24,9 @@ from postroom.spark.posts import Tally, failure, post, prepare_directory, write_
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_BATCH_ID: Final = "streaming.sql.batchId"  # where Spark tells a task which micro-batch it is of
 
 
 @dataclasses.dataclass
@@ -36,7 +41,7 @@ class BatchSink(DataSourceArrowWriter):
 
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
-        self._name = f"write-{new_id()}"
+        self._ulid = new_id()
         self._job = None if plan.job is None else JobOfWrite(plan, plan.job)
 
     def begin(self) -> None:
@@ -46,13 +51,17 @@ class BatchSink(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """Send the rows of one task, on an executor; raises the `PostroomError` that stops it."""
-        return TaskDone(post(self._plan, iterator))
+        partition = _partition()
+        task = SparkTask("write", ulid_number(self._ulid), partition)
+        if self._job is not None:
+            task = SparkTask("job", self._job.id.int, partition)
+        return TaskDone(post(self._plan, iterator, task))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Say what became of all rows, on the driver, and close the job; raises where some were not sent."""
         tallies = _tallies(messages)
         try:
-            _conclude(self._plan, tallies, self._name)
+            _conclude(self._plan, tallies, f"write-{self._ulid}")
         except PostroomError as error:
             self._note_failure(str(error))
             raise
@@ -84,7 +93,10 @@ class StreamSink(DataSourceStreamArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """Send the rows of one task of a micro-batch, on an executor."""
-        return TaskDone(post(self._plan, iterator))
+        context = TaskContext.get()
+        batch = "0" if context is None else context.getLocalProperty(_BATCH_ID) or "0"
+        task = SparkTask("stream", int(self._tag, 16) << 64 | int(batch), _partition())
+        return TaskDone(post(self._plan, iterator, task))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Say what became of the rows of a micro-batch; raises where some were not sent, and the query ends."""
@@ -147,6 +159,12 @@ def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
 
 def _say_aborted(plan: WritePlan) -> None:
     _say(f"the write to {plan.target} failed; what it has sent stays sent, and a second run sends what is missing")
+
+
+def _partition() -> int:
+    """Return the partition of the task that runs here."""
+    context = TaskContext.get()
+    return 0 if context is None else context.partitionId()
 
 
 def _tallies(messages: Sequence[WriterCommitMessage | None]) -> list[Tally]:

@@ -16,6 +16,7 @@ from ipc.peers import Policy
 from ipc.shares import Limits
 from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
+from postroom import AsyncClient, SendRequest
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import Envelope, prepare
 
@@ -43,6 +44,16 @@ async def test_what_is_kept_is_what_was_sent(room: Any) -> None:
     assert envelope.meta == {"a": [1, "ü"], "mentions": ["bob", "carol"]}
     assert (envelope.to, envelope.priority, envelope.reply_to, envelope.traceparent) == ("dm:bob", "now", "r1", trace)
     assert row.fingerprint == prepare(json.dumps(message).encode()).fingerprint
+
+
+async def test_the_traceparent_of_a_batch_is_that_of_its_messages(room: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with AsyncClient(room.path) as client:
+        sends = [SendRequest(to="topic:a", client_message_id=name) for name in "ab"]
+        assert len([result async for result in client.send_many(sends, traceparent=trace)]) == 2
+        (row,) = (await client.inspect("a")).chain
+    assert [json.loads(one.payload)["traceparent"] for one in await room.outbox.claim()] == [trace, trace]
+    assert row.traceparent == trace
 
 
 async def test_a_large_body_is_taken_whole(room: Any) -> None:

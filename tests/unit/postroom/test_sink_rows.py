@@ -15,7 +15,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from postroom import InvalidMessage, SendRequest
-from postroom._wire.ids import SPARK_ID, is_client_message_id
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.spark import SPARK_ID
 from postroom.spark.options import plan_write
 from postroom.spark.rows import RowIds, RowReader
 from postroom.spark.values import id_text

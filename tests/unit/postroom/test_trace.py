@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from postroom._wire.ids import ulid_number, ulid_of
+from postroom._wire.message import TRACEPARENT
+from postroom._wire.spark import SparkTask
 from postroom._wire.trace import Step, Story, Wait, compose, follow_trace
 from postroom.errors import NotFound, Unavailable
 
+JOB, WRITE = UUID("4a6cf2be-7727-581b-b816-e8f9f7968d1c"), "01M7YHRGJAJP0ZGS7BNAJPXDK2"
 T0 = datetime(2026, 1, 31, tzinfo=UTC)
 
 
@@ -53,6 +61,40 @@ def test_a_message_that_spark_wrote_begins_with_its_row(key: str, row: str) -> N
         assert [each.parent for each in told.steps[1:]][::-1] == [
             {"row": "row", "spark": written.id}[parent] for parent in parents
         ]
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "parent"),
+    [
+        (SparkTask("job", JOB.int, 7), f"the partition 7 of the job {JOB}", f"job:{JOB}"),
+        (SparkTask("write", ulid_number(WRITE), 0), f"the partition 0 of write-{WRITE}", None),
+        (
+            SparkTask("stream", 0x2E9B47B905DF4BC << 64 | 12, 3),
+            "the partition 3 of stream-02e9b47b905df4bc-batch-12",
+            None,
+        ),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_the_traceparent_of_a_row_names_what_wrote_it_and_the_partition(
+    task: SparkTask, said: str, parent: str | None
+) -> None:
+    accepted = step("message", "accepted", client_message_id="f2e9b47b905df4bc:17", traceparent=task.traceparent)
+    written = story(accepted).steps[0]
+    assert (written.reason, written.parent) == (f"the row 17, by {said}", parent)
+
+
+@given(st.sampled_from(["job", "write", "stream"]), st.integers(1, 2**128 - 1), st.integers(0, 2**31 - 1))
+def test_what_a_task_of_spark_says_is_a_traceparent_and_is_read_again(kind: Any, number: int, partition: int) -> None:
+    task = SparkTask(kind, number, partition)
+    assert TRACEPARENT.fullmatch(task.traceparent)
+    assert SparkTask.read(task.traceparent) == task
+    assert ulid_number(ulid_of(number)) == number
+
+
+def test_a_traceparent_of_somebody_else_is_no_task_of_spark() -> None:
+    for other in (None, "", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+        assert SparkTask.read(other) is None
 
 
 def test_a_message_with_an_id_of_another_kind_has_no_row_of_spark() -> None:

@@ -1,0 +1,27 @@
+"""Counts and times as people read them, on a terminal, a page and in a log alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_MANY: Final = re.compile(r"(?<![aeiou])y$")  # how a word ends of which several are `…ies`
+_FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Say how many there are of what: `1 delivery`, `2,000 deliveries`; `many` is for words that follow no rule."""
+    return f"{count:,} {one if count == 1 else many or _MANY.sub('ie', one) + 's'}"
+
+
+def span(seconds: float) -> str:
+    """Say how long something took, or how old it is: `40 ms`, `3.2 s`, `12 min`, `5 h`, `9 d`."""
+    for most, unit, name in (
+        (1, 0.001, "ms"),
+        (2 * _MINUTE, 1, "s"),
+        (2 * _HOUR, _MINUTE, "min"),
+        (2 * _DAY, _HOUR, "h"),
+    ):
+        if seconds < most:
+            return f"{seconds / unit:.1f} {name}" if unit == 1 and seconds < _FEW else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / _DAY:.0f} d"
