@@ -1,7 +1,8 @@
 """The story of a message, as far as the broker can tell it (docs/contract/operate.md#operate-51).
 
 All of it is looked up in Postgres by indexes, at one moment. Which consumers have yet to take what was published, NATS
-is asked. Nobody's files are: of rows that died on a daemon, and may never have come here, the daemon has reported.
+is asked, and agents that run what they made of what they took. Nobody's files are: of rows that died on a daemon, and
+may never have come here, the daemon has reported.
 
 A member is told of the messages that it may read: that they were accepted, and where they were published; and of the
 rows of its mesh that died, where and why. What consumers and jobs made of messages, what they caused, and who repaired
@@ -10,6 +11,7 @@ it is for an admin of the mesh.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
@@ -31,14 +33,19 @@ from broker.requests import decode_body
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
+from postroom._wire.spark import SparkTask, partition_id
 from postroom._wire.sql import load_queries
-from postroom._wire.trace import NAME, REPAIRED, Outcome, Step, Wait, compose, help_for, steps_of
+from postroom._wire.trace import NAME, REPAIRED, TRACEPARENT, Outcome, Step, Story, Wait, compose, help_for, steps_of
 from postroom._wire.unpublished import resuming
+from postroom._wire.words import counted
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
+from postroom.delivery.agents.stories import ask_story
 from postroom.delivery.dead_letters.operations import replay_id
-from postroom.delivery.durables import find_consumers, pause_of
+from postroom.delivery.durables import each_durable, find_consumers, pause_of
 from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.nats import connection_of
+from postroom.delivery.streams import filters_of
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import NotFound
 from postroom.ledger.operating import find_message, show_job
@@ -53,6 +60,7 @@ _OTHER_NAMES: Final = re.compile(  # of a message: for a recipient, in a letter'
     r"(?P<delivered>[0-9a-f]{8}-[0-9a-f-]{27})\.[a-z][a-z0-9_-]*(?:/[0-9]+)?"
     r"|(?:dead:[^:]*:)?(?P<id>.+?)(?:~[A-Za-z0-9_-]+\.[0-9]+)?(?:/[0-9]+)?"
 )
+_PLACE: Final = re.compile(r"(?P<stream>\S+) #(?P<number>[0-9]+)")  # of what an agent published
 _OF_JOB: Final[Mapping[str, Outcome]] = {"completed": "done", "failed": "dead", "cancelled": "ended"}
 _OF_ACTIVITY: Final[Mapping[str, Outcome]] = {
     "waiting": "waiting",
@@ -80,16 +88,23 @@ class Traces:
         ):
             telling = _Telling(connection, principal)
             await telling.tell(id_)
+        problem = None
+        if telling.operates and (telling.published or not telling.steps):
+            async with self._nats.opened(BRIEFLY) as (js, problem):
+                if js is not None and not telling.steps:  # it may be between two agents, which no database knows
+                    causes = await telling.ask_agents(js, id_)
+                    async with (
+                        self._database.read(principal.whose) as connection,
+                        connection.transaction(readonly=True),
+                    ):
+                        await telling.tell_causes(connection, causes)
+                if js is not None:
+                    await telling.ask_consumers(js)
         if not telling.steps:
             sentence = (
                 f"the broker knows nothing under the id {id_[:128]!r}, or you may not see it: try the token of an admin"
             )
             raise NotFound.of("trace_not_found", sentence)
-        problem = None
-        if telling.operates and telling.published:
-            async with self._nats.opened(BRIEFLY) as (js, problem):
-                if js is not None:
-                    await telling.ask_consumers(js)
         unread = [] if problem is None else [problem.problem]
         return json_response(compose(telling.steps, telling.waits, more=telling.more, unread=unread))
 
@@ -123,6 +138,14 @@ class _Published(NamedTuple):
     at: datetime
 
 
+class _Taken(NamedTuple):
+    """A message that an agent has taken, and its durable consumer."""
+
+    context: str
+    consumer: str
+    message: str
+
+
 class _Telling:
     """One story while it is put together."""
 
@@ -140,6 +163,7 @@ class _Telling:
         self._told: set[str] = set()  # the messages that were asked for
         self._sent_after: dict[tuple[str, str], str] = {}  # of messages, by mesh: the requeue that each is from
         self._causes: dict[str, str] = {}  # of messages: the step that each follows from
+        self._unasked: list[_Taken] = []  # by agents that have yet to be asked
         self._takers: dict[str, str] = {}  # consumers that have yet to take something, by the step that waits for each
 
     async def tell(self, id_: str) -> None:
@@ -161,11 +185,21 @@ class _Telling:
         above = await self._follow(fresh, effects=self.operates)
         await self._follow({name: context for name, context in above.items() if name not in self._told}, effects=False)
         for step in [step for step in self.steps.values() if step.what == "accepted"]:
+            task = SparkTask.read(step.ids.get(TRACEPARENT)) if self.operates else None
+            if task is not None and task.job is not None:
+                await self._tell_write(task.job, task.partition)
             if (requeue := self._sent_after.get((step.ids["mesh"], step.ids[NAME]))) is not None:
                 self.steps[step.id] = replace(step, parent=requeue)
         for name, parent in self._causes.items():
             if parent in self.steps and (caused := self.steps.get(f"message:{name}")) is not None:
                 self.steps[caused.id] = replace(caused, parent=parent)
+
+    async def tell_causes(self, connection: Connection, causes: Iterable[str]) -> None:
+        """Tell of messages that agents named as the first causes of what they told."""
+        self._connection = connection
+        await self._follow(dict.fromkeys(causes), effects=False)
+        for step in [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]:
+            self.steps[step.id] = replace(step, parent=self._place_of(step.thing))
 
     async def _tell_ended_rows(self, names: set[str]) -> set[str]:
         """Tell of rows that ended on their daemons, with those before and after; return what else to look for."""
@@ -275,6 +309,7 @@ class _Telling:
                 "sender": row["sender"],
                 "to": row["destination"],
                 "history_id": str(row["history_id"]),
+                **({} if row["traceparent"] is None else {TRACEPARENT: row["traceparent"]}),
             },
         )
         if not row["history_available"]:
@@ -391,6 +426,13 @@ class _Telling:
             messages |= await self._tell_activities(job, {one.activity for one in concerned}, concerned)
         return messages
 
+    async def _tell_write(self, job: UUID, partition: int) -> None:
+        """Tell of the job that a message was written for by Spark, with its partition once that is committed."""
+        if await self._connection.fetchval(QUERIES["find_job"], job) is not None:
+            activities = (await show_job(self._connection, job)).activities
+            wanted = {partition_id(one.id, partition) for one in activities if one.parent is None}
+            await self._tell_activities(job, wanted & {one.id for one in activities}, [])
+
     async def _tell_activities(
         self, job: UUID, concerned: set[UUID] | None, said: list[JobMessage]
     ) -> dict[str, str | None]:
@@ -462,19 +504,24 @@ class _Telling:
         return messages
 
     async def ask_consumers(self, js: JetStreamContext) -> None:
-        """Add how far the durable consumers of the streams are with what was published, where no record says so."""
+        """Add how far the durable consumers of the streams are with what was published, where no record says so.
+
+        Agents that took some of it are asked what they made of it, and so on with what they emitted.
+        """
         streams: dict[str, list[ConsumerInfo]] = {}
         try:
-            for place in self.published:
-                if place.stream not in streams:
-                    streams[place.stream] = await find_consumers(js, place.stream)
-                wanting = [info for info in streams[place.stream] if wants(info, place.subject, place.at)]
-                for info in wanting:
-                    if f"handled:{place.message} {info.name}" not in self.steps:
-                        await self._tell_taken(js, place, info)
-                if not wanting and place.subject.startswith("cmd.") and await _is_kept(js, place):
-                    why = f"no consumer takes {place.subject}: start the agent or the worker that does"
-                    self._wait(self.steps[place.step], why, "postroom consumer list")
+            for _ in range(_ROUNDS):
+                places, self.published = self.published, []
+                for place in places:
+                    if place.stream not in streams:
+                        streams[place.stream] = await find_consumers(js, place.stream)
+                    await self._tell_takers(js, place, streams[place.stream])
+                asked, self._unasked = self._unasked, []
+                stories = await asyncio.gather(*(ask_story(connection_of(js), *taken) for taken in asked))
+                for taken, story in zip(asked, stories, strict=True):
+                    if story is not None:
+                        self._tell_of_agent(taken.consumer, story)
+            self.more |= bool(self.published)
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
         pauses = {info.name: pause for infos in streams.values() for info in infos if (pause := pause_of(info))}
@@ -483,21 +530,88 @@ class _Telling:
                 why = f"{self.waits[step].why}; paused by {pause.by} because: {pause.reason}"
                 self._wait(self.steps[step], why, resuming(consumer))
 
+    async def _tell_takers(self, js: JetStreamContext, place: _Published, consumers: Iterable[ConsumerInfo]) -> None:
+        wanting = [info for info in consumers if wants(info, place.subject, place.at)]
+        for info in wanting:
+            name = f"{place.message} {info.name}"
+            if not self.steps.keys() & {f"handled:{name}", f"taken:{name}"}:
+                await self._tell_taken(js, place, info)
+        if not wanting and place.subject.startswith("cmd.") and await _is_kept(js, place):
+            why = f"no consumer takes {place.subject}: start the agent or the worker that does"
+            self._wait(self.steps[place.step], why, "postroom consumer list")
+
     async def _tell_taken(self, js: JetStreamContext, place: _Published, info: ConsumerInfo) -> None:
         acked, delivered = (0 if at is None else at.stream_seq for at in (info.ack_floor, info.delivered))
         outcome: Outcome = "running" if delivered >= place.sequence else "waiting"
         if acked >= place.sequence or (outcome == "running" and not await _is_kept(js, place)):
             outcome = "done"
         told = f"what it emitted is told on its host: `postroom agent trace --message {place.message}`"
+        by_agent = outcome != "waiting" and info.name.endswith(_AGENTS)
         step = self._add(
             "taken", f"{place.message} {info.name}", "taken", place.step, thing=place.message, outcome=outcome,
-            place=info.name, reason=told if outcome == "done" and info.name.endswith(_AGENTS) else None,
+            place=info.name, reason=told if by_agent and outcome == "done" else None,
         )  # fmt: skip
+        if by_agent:
+            self._unasked.append(_Taken(_context_of(place.subject), info.name, place.message))
         if outcome == "running":
             self._wait_for(info.name, step, f"{info.name} has it in hand, or tries it again later")
         elif outcome == "waiting":
             stopped = "" if info.num_waiting else ", and nobody asks for them: it is stopped, or pauses"
-            self._wait_for(info.name, step, f"{info.name} has {info.num_pending} messages yet to take{stopped}")
+            waiting = counted(info.num_pending or 0, "message")
+            self._wait_for(info.name, step, f"{info.name} has {waiting} yet to take{stopped}")
+
+    async def ask_agents(self, js: JetStreamContext, id_: str) -> set[str]:
+        """Ask all agents that run for a message that no database knows, and on from there for what caused it.
+
+        Return the messages that agents took and that no agent emitted.
+        """
+        try:
+            durables = {
+                (_context_of(filters_of(info.config)[0]), info.name) async for info in each_durable(js, self._contexts)
+            }
+        except NATS_ERRORS as error:
+            raise from_nats(error, "asking for the agents of a message") from error
+        agents = [durable for durable in durables if durable[1].endswith(_AGENTS)]
+        fresh, known = {id_}, set[str]()
+        for _ in range(_ROUNDS):
+            known |= fresh
+            questions = [_Taken(*agent, name) for agent in agents for name in fresh]
+            stories = await asyncio.gather(*(ask_story(connection_of(js), *taken) for taken in questions))
+            found = [(taken, story) for taken, story in zip(questions, stories, strict=True) if story is not None]
+            fresh = {self._tell_of_agent(taken.consumer, story) for taken, story in found} - known
+            if not fresh:
+                break
+        taken_first = {step.thing for step in self.steps.values() if step.id.startswith("taken:")}
+        return {name for name in taken_first if f"message:{name}" not in self.steps}
+
+    def _tell_of_agent(self, consumer: str, story: Story) -> str:
+        """Tell what an agent made of a message that it took, and where what it emitted is; return that message."""
+        first = next(step for step in story.steps if step.parent is None)
+        taken = f"taken:{first.thing} {consumer}"
+        before = self.steps.get(taken)
+        parent = self._place_of(first.thing) if before is None else before.parent
+        self.steps[taken] = replace(first, id=taken, parent=parent, place=consumer)
+        subjects: dict[str, str] = {}
+        for step in story.steps:
+            if step.id == first.id or f"answer:{step.thing}" in self.steps:
+                continue
+            under = taken if step.parent in (None, first.id) else step.parent
+            self.steps[step.id] = replace(step, parent=under)
+            if step.id.startswith("message:"):
+                subjects[step.thing] = step.place or ""
+            elif step.what == "published" and step.at is not None and (at := _PLACE.fullmatch(step.place or "")):
+                place = step.thing, at["stream"], int(at["number"]), subjects[step.thing], step.at
+                self.published.append(_Published(step.id, *place))
+        for wait in story.waits:
+            step_id = taken if wait.step == first.id else wait.step
+            self.waits[step_id] = replace(wait, step=step_id)
+        for step in [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]:
+            self.steps[step.id] = replace(step, parent=self._place_of(step.thing))
+        return first.thing
+
+    def _place_of(self, message: str) -> str | None:
+        """Return the step by which a message came to those who take it, the last that is known."""
+        return next((one for kind in ("event", "message") if (one := f"{kind}:{message}") in self.steps), None)
 
     def _add(self, kind: str, name: str, what: str, parent: str | None = None, **rest: Any) -> Step:
         """Add a step; its `thing` is what has the name, and it is done, unless `rest` says otherwise."""
@@ -549,6 +663,11 @@ async def _is_kept(js: JetStreamContext, place: _Published) -> bool:
     except NotFoundError:
         return False
     return True
+
+
+def _context_of(subject: str) -> str:
+    words = subject.split(".")
+    return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]
 
 
 def _uuid(text: str) -> UUID | None:

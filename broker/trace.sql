@@ -8,7 +8,8 @@ SELECT array_agg(id) AS ids, array_agg(slug) AS slugs FROM mesh.mesh WHERE $1::i
 -- name: find_messages
 -- The messages that were accepted under the ids $1, or as $2, in the meshes $3, and which the member $4 may read (null: all).
 SELECT dedupe.broker_message_id, dedupe.client_message_id, mesh.slug AS mesh, sender.name AS sender, dedupe.history_id,
-  dedupe.destination_kind || ':' || dedupe.destination_ref AS destination, dedupe.first_seen_at, dedupe.history_available
+  dedupe.destination_kind || ':' || dedupe.destination_ref AS destination, dedupe.first_seen_at, dedupe.history_available,
+  coalesce(topic_message.traceparent, message_queue.traceparent) AS traceparent
 FROM (
   SELECT wanted.mesh_id, wanted.client_message_id
   FROM (SELECT mesh_id, client_message_id FROM unnest($3::integer[]) AS mesh_id, unnest($1::text[]) AS client_message_id)
@@ -19,6 +20,8 @@ FROM (
 JOIN mesh.client_message_dedupe AS dedupe USING (mesh_id, client_message_id)
 JOIN mesh.mesh ON mesh.id = dedupe.mesh_id
 JOIN mesh.member AS sender ON sender.id = dedupe.sender_id
+LEFT JOIN mesh.topic_message ON topic_message.broker_message_id = dedupe.broker_message_id
+LEFT JOIN mesh.message_queue ON message_queue.broker_message_id = dedupe.broker_message_id
 LEFT JOIN mesh.message_history AS history ON history.mesh_id = dedupe.mesh_id AND history.history_id = dedupe.history_id
 WHERE dedupe.mesh_id = ANY ($3) AND (
   $4::integer IS NULL OR dedupe.sender_id = $4

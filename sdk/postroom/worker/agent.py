@@ -15,7 +15,8 @@ from prometheus_client.core import Metric
 from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.runtime import AgentRuntime, check_events, open_consumers
+from postroom.delivery.agents.runtime import AgentRuntime, check_events, database, open_consumers
+from postroom.delivery.agents.stories import tell_stories
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.nats import connect
@@ -122,6 +123,8 @@ async def open_agent(
             patience = Patience(config.start_seconds)
             consumers = await retrying(lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), patience)
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
+            store = database(state_directory(config, agent_name(agent)))
+            await tell_stories(nats, config.tenant, config.consumer(agent).durable, store)
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
         yield RunningAgent(agent=agent_name(agent), config=config, nats=nats, runtime=runtime, consumers=consumers)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from socket import gethostname
@@ -32,6 +32,8 @@ from support.terminal import Terminal
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from embedded.processes import tethered
+from postroom import Client, SendRequest
+from postroom._wire.spark import SparkTask
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FLOW = """
@@ -50,6 +52,29 @@ async def second(ctx, request):
 @flow.activity
 async def third(ctx, request):
     return None
+"""
+AGENTS = """
+from postroom.agent import Agent, Command, Emit
+
+
+class Runner(Agent[int]):
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    def initial_state(self):
+        return 0
+
+    def apply(self, state, event):
+        return state + 1
+
+
+class Starter(Runner):
+    async def receive(self, envelope):
+        return Command(agent="finisher", verb="finish", payload={})
+
+
+class Finisher(Runner):
+    async def receive(self, envelope):
+        return Emit("finished", {})
 """
 Step = dict[str, Any]
 
@@ -412,6 +437,25 @@ def test_a_message_that_spark_wrote_begins_with_its_row_on_every_host(office: Of
         assert story["steps"][0]["reason"].startswith("the row 17 ")
 
 
+def test_a_message_that_spark_wrote_for_a_job_follows_from_that_on_every_host(working: Office) -> None:
+    job = uuid4()
+    started = working.user.run("jobs", "start", "levels", "--first", "first", "--job", str(job), "--request", "{}")
+    assert started.code == 0, started.err
+    task = SparkTask("job", job.int, 2)
+    with Client(working.room.socket) as client:
+        row = SendRequest(to="topic:orders", body="{}", client_message_id="f2e9b47b905df4bc:18")
+        (sent,) = client.send_many([row], traceparent=task.traceparent)
+    assert sent.result is not None
+    working.until_told("f2e9b47b905df4bc:18", "accepted")
+    for user in (working.user, working.at(None)):
+        story = working.story("f2e9b47b905df4bc:18", user)
+        (accepted,) = [step for step in story["steps"] if step["what"] == "accepted"]
+        assert parents(story, accepted)[-2:] == ["written", "job"]
+        (written,) = [step for step in story["steps"] if step["what"] == "written"]
+        assert written["reason"] == f"the row 18, by the partition 2 of the job {job}"
+        assert [step["thing"] for step in story["steps"] if step["what"] == "job"] == [str(job)]
+
+
 def test_a_message_that_its_handler_fails_waits_for_the_next_attempt(consumer: Office) -> None:
     consumer.send("failing", body='{"what": "fails"}')
     handled = consumer.until_told("failing", "handled", "waiting")
@@ -565,11 +609,13 @@ def test_what_an_agent_emitted_is_told_on_any_host_with_what_caused_it(working: 
         agent.start()
         try:
             working.send("count-me", "queue:counter")
-            handled = working.until_told("count-me", "handled", user=elsewhere)
+            working.until_told("count-me", "accepted", user=elsewhere)
+            until(lambda: "counted" in {step["place"] for step in working.story("count-me", elsewhere)["steps"]})
         finally:
             agent.kill()
     story = working.story("count-me", elsewhere)
     (emitted,) = [step for step in story["steps"] if step["what"] == "emitted"]
+    (handled,) = [step for step in story["steps"] if step["what"] == "handled"]
     assert (handled["thing"], handled["place"]) == (emitted["thing"], "counted")
     assert parents(story, handled)[:2] == ["emitted", "accepted"]
     assert (story["waits"], emitted["place"]) == ([], f"{MESH}.event.command_counted.v1")
@@ -578,6 +624,43 @@ def test_what_an_agent_emitted_is_told_on_any_host_with_what_caused_it(working: 
     assert accepted["ids"]["client_message_id"] == "count-me"
     (again,) = [step for step in backwards["steps"] if step["what"] == "handled"]
     assert parents(backwards, again)[:2] == ["emitted", "accepted"]
+
+
+def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
+    working: Office, tmp_path: Path
+) -> None:
+    """No database knows it: the agents are asked, each for what is in its store."""
+    (tmp_path / "relay_race.py").write_text(AGENTS)
+    assert working.user.run("queue", "create", "starter").code == 0
+    with ExitStack() as running:
+        for name in ("Starter", "Finisher"):
+            settings = {
+                "POSTROOM_AGENT_NATS_URL": working.nats_url,
+                "POSTROOM_AGENT_TENANT": MESH,
+                "POSTROOM_AGENT_STATE_DIRECTORY": str(tmp_path / name),
+                "PYTHONPATH": str(tmp_path),
+            }
+            (tmp_path / name).mkdir()
+            agent = Process(tmp_path / name, "cli", settings, "agent", "run", f"relay_race:{name}")
+            agent.start()
+            running.callback(agent.kill)
+        elsewhere = working.at(None)
+        working.send("race", "queue:starter")
+        working.until_told("race", "accepted", user=elsewhere)
+        until(lambda: [step["what"] for step in working.story("race", elsewhere)["steps"]].count("emitted") == 2)
+        story = working.story("race", elsewhere)
+        last = [step for step in story["steps"] if step["what"] == "emitted"][-1]
+        (accepted,) = [step for step in story["steps"] if step["what"] == "accepted"]
+        chain = ["handled", "published", "emitted", "handled", "published", "accepted"]
+        assert parents(story, last)[: len(chain)] == chain
+        places = [step["place"] for step in story["steps"] if step["what"] == "handled"]
+        assert places == ["starter_consumer", "finisher_consumer"]
+        for step in [step for step in story["steps"] if step["what"] == "emitted"]:
+            backwards = working.story(step["thing"], elsewhere)
+            (again,) = [one for one in backwards["steps"] if one["thing"] == step["thing"] and one["what"] == "emitted"]
+            assert "accepted" in parents(backwards, again), backwards
+            assert accepted["thing"] in {one["thing"] for one in backwards["steps"]}
+    assert elsewhere.run("trace", last["thing"]).code == 3  # they run no more
 
 
 def test_a_member_is_told_of_what_it_may_read_and_an_admin_of_its_mesh_alone(consumer: Office) -> None:
@@ -604,6 +687,11 @@ def test_a_member_is_told_of_what_it_may_read_and_an_admin_of_its_mesh_alone(con
     assert {"handled", "buried"} <= seen["ada"]
     letter = office.steps("private", "buried")[0]["thing"]
     assert office.at(None, POSTROOM_ADMIN_TOKEN_FILE=str(files["otto"])).run("trace", letter, "--json").code != 0
+
+
+def test_an_empty_id_is_a_mistake_of_the_command_line(office: Office) -> None:
+    empty = office.user.run("trace", "")
+    assert (empty.code, "HTTP" in empty.sentence(), "the id is empty" in empty.sentence()) == (2, False, True)
 
 
 def test_an_unknown_id_is_exit_code_3(office: Office) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from postroom._wire.sql import load_queries
+from postroom._wire.words import counted
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema, exit_after, is_full
@@ -238,7 +239,7 @@ class Store:
         Times are ms since the epoch.
         """
         found = await self.published_since(since)
-        entry = now, actor, "republish", f"{len(found)} messages published since {since}", reason
+        entry = now, actor, "republish", f"{counted(len(found), 'message')} published since {since}", reason
 
         def work(db: sqlite3.Connection) -> int:
             db.execute(QUERIES["log_operation"], entry)
