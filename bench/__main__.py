@@ -18,13 +18,13 @@ from typing import Final
 
 import uvloop
 
-from bench import accept, clients, commands, delivery, jobs, sends, spark, way
+from bench import accept, clients, commands, console, delivery, jobs, sends, spark, way
 from bench.driver import Void
 from bench.goals import GOALS
 from bench.report import PAGE, Measure, Results, machine, write
 
 _DESCRIPTORS: Final = 8192
-_ONCE: Final = frozenset({"backlog", "commands", "history"})  # what they prepare is measured several times
+_ONCE: Final = frozenset({"backlog", "commands", "console", "history"})  # what they prepare is measured several times
 
 Benchmark = Callable[[Path, float, Results], AsyncIterator[Measure]]
 
@@ -46,6 +46,7 @@ BENCHMARKS: Final[dict[str, Benchmark]] = {
     "jobs": jobs.jobs,
     "commands": commands.commands,
     "idle": commands.idle,
+    "console": console.console,
     "spark-sink": spark.sink,
     "history": spark.history,
 }

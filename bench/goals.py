@@ -46,6 +46,7 @@ GOALS: Final[Mapping[str, Mapping[str, Goal]]] = {
         "postroom --help: CPU": Goal(0.12, at_most=True),
     },
     "idle": {"the stack: CPU": Goal(0.5, at_most=True)},
+    "console": {"with ten pages, of without": Goal(0.98)},
     "spark-sink": {"of the batch route": Goal(0.4)},
     "history": {"whole messages of 1 KiB": Goal(100_000)},
 }

@@ -22,10 +22,11 @@ PIPELINED: Final = 1000  # publishes under way at once
 
 
 class Broker(NamedTuple):
-    """Brokers of one mesh, and whose token opens them."""
+    """Brokers of one mesh, and whose tokens open them: a member's, the administrator's."""
 
     urls: list[str]
     token: str
+    admin: str
     database_url: str
     parts: dict[str, int]  # pids
 
@@ -45,9 +46,16 @@ class Stack(NamedTuple):
 
 @asynccontextmanager
 async def broker(
-    directory: Path, *, brokers: int = 1, database: type[EmbeddedPostgres] = EmbeddedPostgres
+    directory: Path,
+    *,
+    brokers: int = 1,
+    database: type[EmbeddedPostgres] = EmbeddedPostgres,
+    nats_url: str | None = None,
 ) -> AsyncIterator[Broker]:
-    """Run Postgres (fsync on), Redis and brokers whose limiter never refuses, while the block lasts."""
+    """Run Postgres (fsync on), Redis and brokers whose limiter never refuses, while the block lasts.
+
+    They know a NATS at `nats_url`, for what operators ask.
+    """
     directory.mkdir(mode=0o711)  # noqa: ASYNC240 - nothing else runs yet
     postgres, redis = database(directory / "postgres"), EmbeddedRedis(directory / "redis")
     admin = secrets.token_urlsafe(32)
@@ -61,6 +69,7 @@ async def broker(
             "LIMITER_PER_MESH": "1000000000",
             "LIMITER_PER_MEMBER": "1000000000",
             "LOG_LEVEL": "error",
+            **({} if nats_url is None else {"NATS_URL": nats_url}),
         }
         environment = {f"POSTROOM_BROKER_{name}": value for name, value in settings.items()}
         output_of(["broker", "migrate"], environment)
@@ -77,7 +86,7 @@ async def broker(
             token = (await administrator.create_member(MESH, "alice")).token
             await administrator.create_topic(MESH, "orders")
             await administrator.subscribe(MESH, "orders", "alice")
-        yield Broker(urls, token, settings["DATABASE_URL"], parts)
+        yield Broker(urls, token, admin, settings["DATABASE_URL"], parts)
 
 
 @asynccontextmanager
