@@ -49,6 +49,7 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _LAST: Final = 2**63 - 1
 _START: Final = (datetime.min.replace(tzinfo=UTC), False, 0)
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
+_ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
 Log = Callable[[Connection, Act, str, str], Awaitable[None]]
@@ -118,18 +119,25 @@ class LetterOperations:
     async def page(
         self, wanted: LetterFilter, *, payloads: bool = False, cursor: str | None = None, limit: int = sys.maxsize
     ) -> tuple[list[StoredLetter], str | None]:
-        """Return `limit` of them from `cursor` on, and where the next page begins, if there is one."""
+        """Return `limit` of them from `cursor` on, and where the next page begins, if there is one.
+
+        Where all are named by their rows, nothing else is looked at: many are settled some hundred at a time.
+        """
+        rows = {int(id_) for id_ in wanted.ids or () if _ROW.fullmatch(id_)}
+        if rows and wanted.ids is not None and len(rows) == len(wanted.ids):
+            named = await self._connection.fetch(QUERIES["find_letters"], self._context, list(rows), payloads)
+            if len(named) == len(rows):
+                return sorted(map(_recorded, named), key=lambda stored: stored.key), None
         moment, after = datetime.now(UTC), _START if cursor is None else _place(cursor)
         unrecorded = await self._unrecorded()
         found = [stored for stored in unrecorded if stored.key > after and stored.matches(wanted, moment)]
         seen, most = len(unrecorded), len(found) + (limit if wanted.ids is None else sys.maxsize - len(found))
         at, number = after[0], _LAST if after[1] else after[2]
-        while rows := await self._connection.fetch(QUERIES["list_letters"], self._context, payloads, at, number, _ROWS):
-            recorded = [StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"]) for row in rows]
-            seen += len(rows)
-            found += [stored for stored in recorded if stored.matches(wanted, moment)]
-            at, number = rows[-1]["died_at"], rows[-1]["id"]
-            if len(rows) < _ROWS or len(found) > most:
+        while page := await self._connection.fetch(QUERIES["list_letters"], self._context, payloads, at, number, _ROWS):
+            seen += len(page)
+            found += [stored for stored in map(_recorded, page) if stored.matches(wanted, moment)]
+            at, number = page[-1]["died_at"], page[-1]["id"]
+            if len(page) < _ROWS or len(found) > most:
                 break
             await asyncio.sleep(0)  # decoding them is work, and others wait
         if not seen and cursor is None:
@@ -307,6 +315,10 @@ def replay_id(letter: DeadLetter) -> str:
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
     return f"{original}~{letter.consumer}.{number + 1}"
+
+
+def _recorded(row: asyncpg.Record) -> StoredLetter:
+    return StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"])
 
 
 def _letter(row: asyncpg.Record) -> DeadLetter:

@@ -11,6 +11,11 @@ VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (context, letter_id) DO NOTHING;
 SELECT id, died_at, letter, CASE WHEN $2 THEN payload END AS payload FROM postroom.dead_letters
 WHERE context = $1 AND settled_at IS NULL AND (died_at, id) > ($3, $4::bigint) ORDER BY died_at, id LIMIT $5;
 
+-- name: find_letters
+-- Those of the letters $2 that are of the context $1 and that nobody has settled; with their payloads if $3.
+SELECT id, died_at, letter, CASE WHEN $3 THEN payload END AS payload FROM postroom.dead_letters
+WHERE context = $1 AND settled_at IS NULL AND id = ANY ($2::bigint[]);
+
 -- name: list_known
 -- Which letters of the context $1 the record has, settled ones too.
 SELECT letter_id FROM postroom.dead_letters WHERE context = $1;

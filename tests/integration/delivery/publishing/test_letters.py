@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -57,6 +58,21 @@ async def test_a_letter_is_published_whole_under_its_own_id(office: Any, stream:
     letter = msgspec.json.decode(message.data, type=DeadLetter)
     assert (letter.message_id, letter.reason, letter.data()) == ("a", "poison", b"\xff\x00")
     assert await unsettled(office) == [letter]  # and it is listed once
+
+
+@pytest.mark.usefixtures("stream")
+async def test_letters_that_are_named_by_their_rows_cost_no_look_at_the_others(office: Any) -> None:
+    await office.bury(*(f"m-{number}" for number in range(2000)))
+    await publish(office)
+    async with office.pool.acquire() as connection:
+        letters = LetterOperations(connection, office.js, office.context, actor="ann")
+        began = perf_counter()
+        found = await letters.find(LetterFilter())
+        all_of_them = perf_counter() - began
+        named = LetterFilter(ids=frozenset(stored.id for stored in found[:20]))
+        began = perf_counter()
+        assert await letters.find(named) == found[:20]
+        assert perf_counter() - began < all_of_them / 5
 
 
 @pytest.mark.usefixtures("stream")
