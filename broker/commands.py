@@ -12,6 +12,7 @@ from broker.config import BrokerConfig, events_kept, load_config
 from broker.database import QUERIES, check_version, migrate
 from broker.main import run
 from broker.operator import keep_log
+from postroom._wire.words import counted
 from postroom.chassis import logs, postgres, runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.worker.orphans import Violation, check
@@ -62,7 +63,7 @@ async def check_orphans(config: BrokerConfig) -> Exit:
     """Print every violation of accept's atomicity; exit code 1 where there is one."""
     violations = await find_orphans(config.database_url, events_kept=events_kept(config.retention))
     for kind, rows, examples in violations:
-        sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
+        sys.stdout.write(f"{kind}: {counted(rows, 'row')}, such as {', '.join(map(str, examples))}\n")
     if not violations:
         sys.stdout.write("every accepted message has all its rows, and every row its message\n")
     return Exit.FAILED if violations else Exit.OK

@@ -183,14 +183,14 @@ class Sources:
                 until = until or await now(connection)
                 found, more = await redrive(connection, wanted, until=until, dry_run=asked.dry_run)
                 if not asked.dry_run:
-                    counts = ", ".join(f"{one.messages} {one.source}" for one in found)
+                    counts = ", ".join(f"{one.source} {one.messages:,}" for one in found)
                     await keep_log(
                         connection,
                         request[PRINCIPAL].actor,
                         verb,
                         SOURCES.name,
                         f"published into {wanted.stream or 'any stream'} since {wanted.since.isoformat()}",
-                        outcome=f"{counts} {SOURCES.verbs[verb].done}",
+                        outcome=f"{SOURCES.verbs[verb].done}: {counts}",
                         reason=asked.reason,
                     )
             cursor = until.isoformat() if more else None

@@ -11,6 +11,7 @@ import typer
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 
 app = noun("Run agents, and inspect their event stores.")
@@ -153,4 +154,4 @@ def republish(
     if as_json:
         json_line({"messages": messages})
     else:
-        line(f"{messages} {'would be' if dry_run else 'are'} published again")
+        line(f"{counted(messages, 'message')} {'would be ' * dry_run}published again")

@@ -9,6 +9,7 @@ from typing import NoReturn
 from cli.connect import with_broker
 from cli.noun import Config, Json, TokenFile, Url, noun
 from cli.output import fields, json_line
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit
 
 app = noun("Run and check the broker.")
@@ -63,10 +64,10 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
             ("member", answer.member),
             ("incarnation", answer.incarnation),
             ("largest batch", f"{answer.max_batch} messages"),
-            ("ids are recognised", dedupe and (f"for {days} days" if days else "forever")),
+            ("ids are recognised", dedupe and (f"for {counted(days, 'day')}" if days else "forever")),
             ("largest body", payload and f"{payload.inline_bytes} bytes"),
-            ("a mesh may send", limit and f"{limit.per_mesh} messages in {limit.window_seconds} s"),
-            ("a member may send", limit and f"{limit.per_member} messages in {limit.window_seconds} s"),
+            ("a mesh may send", limit and f"{counted(limit.per_mesh, 'message')} in {limit.window_seconds} s"),
+            ("a member may send", limit and f"{counted(limit.per_member, 'message')} in {limit.window_seconds} s"),
         )
     )
 

@@ -1,8 +1,8 @@
 """A verb of an operator on many things at once: which are meant, a question, and requests that each take moments.
 
 How things are named, and what they are called, differs from noun to noun; the rest is here, and the same for all: one
-that is named is changed after a question, and a refusal is the command's; of several, or all that filters match, a dry
-run counts first what would be done, and what fails is said while the others are done.
+that is named is changed, after a question where that cannot be undone, and a refusal is the command's; of several, or
+all that filters match, a dry run counts first what would be done, and what fails is said while the others are done.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from cli.connect import with_broker
 from cli.noun import All, DryRun, Json, Reach, Reason, Yes
 from cli.output import confirm, progress, reason_or_ask
 from postroom._wire.nouns import CHANGES, Noun
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Problem, error_for
 
@@ -68,22 +69,29 @@ def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool
     """Raise `Fatal` unless things are named by their ids, or are all that filters match."""
     if bool(ids) == everything:
         shown = f"`postroom {group} list` shows them"
-        raise Fatal(Exit.USAGE, f"name a {thing} by its id ({shown}), or use --all with filters")
+        raise Fatal(Exit.USAGE, f"name at least one {thing} ({shown}), or use --all with filters")
     if filtered and not everything:
         raise Fatal(Exit.USAGE, "filters need --all")
 
 
 def change_all(
-    thing: str, verb: str, ids: Sequence[str], change: Change, ask: Ask, *, size: int = CHANGES
+    thing: str,
+    verb: str,
+    ids: Sequence[str],
+    change: Change,
+    ask: Ask,
+    *,
+    size: int = CHANGES,
+    undoable: bool = False,
 ) -> Iterator[Portion]:
     """Do `verb` to the things with these ids, else to all that the filters match; yield what each request did.
 
-    `size` is how many things one request may be about.
+    `size` is how many things one request may be about. What is `undoable` is done to one thing without a question.
     """
     why = reason_or_ask(change.reason, dry_run=change.dry_run)
 
     if len(ids) == 1:
-        if not change.dry_run:
+        if not (change.dry_run or undoable):
             confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
         portion = ask(Asked(ids, why, change.dry_run))
         if portion.failed and not portion.done:  # the id of a message may name several letters
@@ -103,20 +111,31 @@ def change_all(
             show(matched, f"{matched:,} found")
     if change.dry_run or not done:
         return
-    confirm(f"{verb.capitalize()} {len(done)} of {matched} {thing}s?", yes=change.yes)
+    confirm(f"{verb.capitalize()} {len(done):,} of {counted(matched, thing)}?", yes=change.yes)
     with progress(len(done), as_json=change.as_json) as show:
         count = 0
         for some in _cut([str(getattr(one, "id", one)) for one in done], size):
             yield ask(Asked(some, why, dry_run=False))
-            show(count := count + len(some), f"{count:,} of {len(done):,} {thing}s")
+            show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
 
 
 def asking(
-    noun: Noun[Any, Any, Any, Any, Any, F, Any], verb: str, matching: F, reach: Reach, *, mesh: str | None
+    noun: Noun[Any, Any, Any, Any, Any, F, Any],
+    verb: str,
+    matching: F,
+    reach: Reach,
+    *,
+    mesh: str | None,
+    find: Callable[[], Sequence[str]] | None = None,
 ) -> Ask:
-    """Make what asks the broker for a verb of a noun's table: on things by their ids, else on those `matching`."""
+    """Make what asks the broker for a verb of a noun's table: on things by their ids, else on those `matching`.
+
+    Where the broker's filter knows ids alone, `find` returns those of what the filters match.
+    """
 
     def ask(asked: Asked) -> Portion:
+        if asked.ids is None and find is not None:
+            return Portion(find(), {})
         meant = matching if asked.ids is None else msgspec.convert({"ids": asked.ids}, type(matching))
         total = Portion([], {})
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from cli import completion
+from cli.change import Change, asking, change_all, check_choice
 from cli.connect import with_broker
-from cli.noun import Config, DryRun, Json, Reach, Reason, chosen_ids, noun, with_options
-from cli.output import ago, fields, json_line, line, listing, note, reason_or_ask
+from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
+from cli.output import ago, fields, json_line, line, listing, note
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
@@ -115,40 +116,48 @@ def show(
         )
 
 
-def change(
-    verb: str,
-    *,
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME...",
-            help="Consumers, or STREAM/NAME; `-` reads them from standard input.",
-            autocompletion=completion.consumers,
-        ),
-    ],
-    reason: Reason = None,
-    dry_run: DryRun = False,
-    reach: Reach,
-    as_json: Json = False,
-) -> None:
-    """Do `verb` to consumers; exit code 1 where it failed for some."""
-    meant, why = ConsumerFilter(ids=chosen_ids(names)), reason_or_ask(reason, dry_run=dry_run)
-    result = with_broker(
-        reach.url,
-        reach.token_file,
-        lambda client: client.change(CONSUMERS, verb, meant, mesh=reach.mesh, reason=why, dry_run=dry_run),
-    )
-    for failure in result.failed:
-        note(f"{failure.id}: {failure.problem.detail}")
-    for one in result.done:
-        done = CONSUMERS.verbs[verb].done
-        json_line({"id": one, done: not dry_run}) if as_json else line(f"{one} {'would be ' * dry_run}{done}")
-    if result.failed:
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME]...",
+        help="Consumers, or STREAM/NAME; `-` reads them from standard input.",
+        autocompletion=completion.consumers,
+    ),
+]
+
+
+class Filters(NamedTuple):
+    """Which consumers are meant."""
+
+    stream: Annotated[str | None, typer.Option("--stream", metavar="NAME", help="Only those of this stream.")] = None
+
+
+def pause_or_resume(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:
+    """Do `verb` to each consumer that is meant; exit code 1 where it failed for some of several."""
+    chosen, table = chosen_ids(names), CONSUMERS.verbs[verb]
+    check_choice("consumer", "consumer", chosen, everything=change.everything, filtered=filters != Filters())
+
+    def find() -> list[str]:
+        found = [one for one in _find(reach) if filters.stream in (None, one.stream)]
+        return [one.id for one in found if ("active" if one.paused_by is None else "paused") in table.states]
+
+    ask = asking(CONSUMERS, verb, ConsumerFilter(ids=chosen), reach, mesh=reach.mesh, find=find)
+    done = failed = 0
+    for portion in change_all("consumer", verb, chosen, change, ask, undoable=True):
+        for id_, problem in portion.failed.items():
+            note(f"{id_}: {problem.detail}")
+        for one in portion.done:
+            as_said = {"id": one, "done": None if change.dry_run else verb}
+            json_line(as_said) if change.as_json else line(f"{one} {'would be ' * change.dry_run}{table.done}")
+        done, failed = done + len(portion.done), failed + len(portion.failed)
+    if not (done or failed):
+        note("no consumers match: nothing to do")
+    if failed:
         raise SystemExit(Exit.FAILED)
 
 
 for _verb, _table in CONSUMERS.verbs.items():
-    app.command(_verb, help=_table.effect)(with_options(partial(change, _verb)))
+    app.command(_verb, help=_table.effect)(with_options(partial(pause_or_resume, _verb)))
 
 
 def _find(reach: Reach) -> list[Durable]:

@@ -126,6 +126,8 @@ def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> N
 
 def _preview(message: InboxMessage) -> str:
     if message.body is None:
-        return f"({len(message.body_base64 or '') * 3 // 4} bytes)"
+        from postroom._wire.words import counted  # noqa: PLC0415
+
+        return f"({counted(len(message.body_base64 or '') * 3 // 4, 'byte')})"
     text = " ".join(message.body.split())
     return text if len(text) <= _PREVIEW else f"{text[: _PREVIEW - 1]}…"

@@ -22,15 +22,17 @@ from cli.connect import read_token
 from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, Unavailable
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
-from postroom._wire.jobs import JOBS
-from postroom._wire.programs import PROGRAMS, Program, ProgramsQuery, Trouble
+from postroom._wire.jobs import JOBS, JobCounts
+from postroom._wire.programs import MINUTES, PROGRAMS, Minute, MinutesQuery, Program, ProgramsQuery, Trouble
 from postroom._wire.transport import find_socket
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable, SourceBacklog
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 
 T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 4.0
+_MINUTES: Final = 60  # of an hour
 # of a daemon, what only its report says
 _REPORTED_ALONE: Final = ("name", "pid", "started_at", "at", "clock_seconds", "disk_free", "totals")
 _VALUES: Final = {"--state": "state", "--socket": "socket", "--url": "url", "--token-file": "token_file"}
@@ -72,11 +74,15 @@ def parse_status(arguments: list[str], environ: Mapping[str, str] = os.environ) 
 
 @dataclass
 class Sight:
-    """What was seen: processes of `up`, programs, consumers, what is wrong, and what could not be asked and why."""
+    """What was seen: processes of `up`, programs, consumers, what is wrong, and what could not be asked and why.
+
+    `minutes` are those of the last hour, where they were asked for; consumers have their past then.
+    """
 
     processes: list[dict[str, Any]] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
     consumers: list[Durable] = field(default_factory=list)
+    minutes: list[Minute] = field(default_factory=list)
     letters: dict[str, int] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
@@ -99,11 +105,11 @@ class Sight:
         return None
 
 
-async def look(place: Place) -> Sight:
-    """Look at everything that is there; raises `Fatal` (3) where nothing is."""
+async def look(place: Place, *, hour: bool = False) -> Sight:
+    """Look at everything that is there, with `hour` also at the last hour; raises `Fatal` (3) where nothing is."""
     sight = Sight()
     place = await _look_at_up(place, sight)
-    told, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight))
+    told, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight, hour=hour))
     if told is not None:
         sight.programs = _with_daemon(sight.programs, told)
     for program in sight.programs:
@@ -206,7 +212,7 @@ def _with_daemon(programs: list[Program], told: Program) -> list[Program]:
     return [*programs, told]
 
 
-async def _look_at_broker(place: Place, sight: Sight) -> None:
+async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
     """Ask the broker, where one is configured, what it and whatever reports to it say."""
     if place.url is None:
         sight.unseen.append("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
@@ -226,11 +232,14 @@ async def _look_at_broker(place: Place, sight: Sight) -> None:
             return
         page, consumers, sources, letters, jobs = await asyncio.gather(
             sight.ask(client.list_things(PROGRAMS, ProgramsQuery()), "programs"),
-            sight.ask(client.list_things(CONSUMERS, ConsumersQuery()), "consumers"),
+            sight.ask(client.list_things(CONSUMERS, ConsumersQuery(last=_MINUTES if hour else 0)), "consumers"),
             sight.ask(client.list_things(SOURCES, MeshQuery()), "what waits to be published"),
             sight.ask(client.counts(DEAD_LETTERS), "dead letters"),
             sight.ask(client.counts(JOBS), "jobs"),
         )
+        if hour and consumers is not None:  # whoever is told of them is told this too
+            minutes = await sight.ask(client.list_things(MINUTES, MinutesQuery(last=_MINUTES)), "the last hour")
+            sight.minutes = [] if minutes is None else minutes.minutes
     sight.programs += [] if page is None else page.programs
     if consumers is not None:
         sight.consumers = consumers.consumers
@@ -242,16 +251,27 @@ async def _look_at_broker(place: Place, sight: Sight) -> None:
         sight.letters = letters.letters
         sight.troubles += letters.troubles()
     if jobs is not None:
-        for count, what in ((jobs.failed, "failed jobs"), (jobs.unknown, "steps that no worker knows")):
-            sight.troubles += [Trouble("jobs", f"{count} {what}", "postroom jobs list", "look")] if count else []
+        sight.troubles += _of_jobs(jobs)
+
+
+def _of_jobs(counts: JobCounts) -> Iterator[Trouble]:
+    """Yield what is wrong with jobs."""
+    for count, thing, what in ((counts.failed, "job", "failed"), (counts.unknown, "step", "that no worker knows")):
+        if count:
+            yield Trouble("jobs", f"{counted(count, thing)} {what}", "postroom jobs list", "look")
 
 
 def _of_publishing(sources: list[SourceBacklog], *, reports: bool) -> Iterator[Trouble]:
     """Yield what is wrong with publishing, of which a worker `reports` or none does."""
     waiting = sum(one.count for one in sources)
     if not reports:
-        lack = f"no worker reports, and {waiting} messages wait to be published"
+        lack = f"no worker reports, and {counted(waiting, 'message')} to be published"
         yield Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")
     for one in sources:
         if one.failing:
-            yield Trouble("publishing", f"{one.failing} {one.source} are refused", "postroom worker backlog", "wrong")
+            yield Trouble(
+                "publishing",
+                f"{one.source} that JetStream refuses: {one.failing:,}",
+                "postroom worker backlog",
+                "wrong",
+            )

@@ -20,6 +20,7 @@ from cli.files import size_of
 from cli.message import body_of
 from cli.noun import time_of
 from cli.output import json_line, line, note, progress
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
@@ -161,9 +162,8 @@ class Count(NamedTuple):
     blank: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.queued} queued, {self.duplicates} duplicates, {self.failed} failed"
-        lines = "blank line" if self.blank == 1 else "blank lines"
-        return text + (f", {self.blank} {lines} skipped" if self.blank else "")
+        text = f"{self.queued:,} queued, {counted(self.duplicates, 'duplicate')}, {self.failed:,} failed"
+        return text + (f", {counted(self.blank, 'blank line')} skipped" if self.blank else "")
 
 
 class Sending:

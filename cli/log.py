@@ -20,6 +20,7 @@ from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
 from postroom._wire.transport import find_socket
+from postroom._wire.words import counted
 from postroom.chassis.exits import Fatal
 from postroom.errors import PostroomError
 
@@ -113,7 +114,7 @@ def log(
         as_json=as_json,
     )
     if len(lines) > limit:
-        note(f"{limit} lines are shown, and there are older ones: `--limit {10 * limit}` shows more")
+        note(f"{counted(limit, 'line')} shown, and there are older ones: `--limit {10 * limit}` shows more")
     if code:
         raise typer.Exit(code)
 

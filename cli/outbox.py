@@ -36,11 +36,12 @@ from cli.noun import (
     noun,
     with_options,
 )
-from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
+from cli.output import ago, confirm, fields, json_line, line, note, progress, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
 from postroom._wire.operations import MAX_PAGE, VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowChain, RowStatus
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Conflict, NotFound, PostroomError
 
@@ -232,8 +233,13 @@ def prune(
     """Delete the payloads of old done and aborted rows now; ids and outcomes stay forever."""
     why = reason_or_ask(reason)
     confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
-    result = with_daemon(socket, lambda client: client.prune(older_than, reason=why), timeout=600.0)
-    json_line(result) if as_json else line(f"{result.pruned} payloads deleted")
+    with progress(as_json=as_json) as show:
+
+        def tell(count: int) -> None:
+            show(count, f"{counted(count, 'payload')} deleted")
+
+        result = with_daemon(socket, lambda client: client.prune(older_than, reason=why, tell=tell), timeout=SECONDS)
+    json_line(result) if as_json else line(f"{counted(result.pruned, 'payload')} deleted")
 
 
 @app.command()
@@ -252,9 +258,17 @@ def resend(
     if not missing:
         raise Fatal(Exit.USAGE, "use --missing to send again what the broker's database lost")
     why = reason_or_ask(reason, dry_run=dry_run)
-    if not dry_run:
-        confirm("Send every message again that the broker's database lost?", yes=yes)
-    result = with_daemon(socket, lambda client: client.resend_missing(reason=why, dry_run=dry_run), timeout=600.0)
+    result = with_daemon(socket, lambda client: client.resend_missing(reason=why, dry_run=True), timeout=SECONDS)
+    lost = result.resent + result.without_payload
+    if lost and not dry_run:
+        confirm(f"Send {counted(result.resent, 'message')} again that the broker's database lost?", yes=yes)
+        with progress(lost, as_json=as_json) as show:
+
+            def tell(count: int) -> None:
+                show(count, f"{count:,} of {counted(lost, 'message')}")
+
+            result = with_daemon(socket, lambda client: client.resend_missing(reason=why, tell=tell), timeout=SECONDS)
+    result.dry_run = dry_run
     if as_json:
         json_line(result)
         return
@@ -279,9 +293,11 @@ def export(
 
     def write(client: Client, stream: TextIO | None) -> int:
         count = 0
-        for row in client.export(query):
-            json_line(row, stream)
-            count += 1
+        with progress() as show:
+            for row in client.export(query):
+                json_line(row, stream)
+                count += 1
+                show(count, counted(count, "row"))
         return count
 
     def work(client: Client) -> int:
@@ -290,7 +306,7 @@ def export(
         with new_file(output) as file, TextIOWrapper(file, "utf-8") as stream:
             return write(client, stream)
 
-    note(f"{with_daemon(socket, work)} rows exported")
+    note(f"{counted(with_daemon(socket, work), 'row')} exported")
 
 
 @app.command()
@@ -305,8 +321,12 @@ def backup(
     why = reason_or_ask(reason)
 
     def work(client: Client) -> int:
-        with new_file(file) as stream:
-            return sum(stream.write(piece) for piece in client.backup(reason=why))
+        size = 0
+        with new_file(file) as stream, progress(as_json=as_json) as show:
+            for piece in client.backup(reason=why):
+                size += stream.write(piece)
+                show(size, counted(size, "byte"))
+        return size
 
     size = with_daemon(socket, work, timeout=BACKUP_SECONDS)
     json_line({"file": str(file), "bytes": size}) if as_json else line(f"{file}: the whole outbox, {size:,} bytes")
@@ -340,15 +360,15 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
     if as_json:
         json_line(recovery._asdict())
     else:
-        line(f"saved {recovery.saved} rows and {recovery.log_lines} lines of the operator log")
+        line(f"saved {counted(recovery.saved, 'row')} and {counted(recovery.log_lines, 'line')} of the operator log")
         stay_used = f"the ids of {recovery.buried}"
         if recovery.missing is None:
             line(f"missing: unknown, since the counters are damaged too; {stay_used} rows stay used")
         else:
-            line(f"missing: {recovery.missing} rows; {stay_used} of them stay used")
-        line(f"missing: {recovery.lost_log_lines} lines of the operator log")
+            line(f"missing: {counted(recovery.missing, 'row')}; {stay_used} of them stay used")
+        line(f"missing: {counted(recovery.lost_log_lines, 'line')} of the operator log")
         if recovery.damaged_frames:
-            damage = f"{recovery.damaged_frames} pages of the write-ahead log are damaged"
+            damage = f"damaged: {counted(recovery.damaged_frames, 'page')} of the write-ahead log"
             line(f"{damage}: rows may be older than they were")
         line(f"the damaged files are kept as {recovery.damaged}")
         if recovery.missing != 0:
@@ -458,9 +478,10 @@ def show_chain(chain: RowChain) -> None:
             ("status", status_of(row)),
             ("to", row.destination),
             ("priority", row.priority),
-            ("payload", f"{row.payload_bytes} bytes"),
+            ("payload", counted(row.payload_bytes, "byte")),
             ("fingerprint", row.request_fingerprint),
             ("submitted by", row.submitted_by),
+            ("traceparent", row.traceparent),
             ("enqueued", row.enqueued_at),
             ("not before", row.not_before),
             ("tries", row.attempts),

@@ -5,6 +5,7 @@ On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is pl
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -31,6 +32,7 @@ _WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
 _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
+_WORDS: Final = re.compile(r"#.*|(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")  # of a shell; a comment is one
 _ERASE: Final = "\r\033[K"
 _STYLES: Final = {
     "done": "green",
@@ -208,7 +210,7 @@ def fields(pairs: Iterable[tuple[str, Any]]) -> None:
     grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name, value in pairs:
         if value is not None:
-            grid.add_row(_cell(name), _cell(value))
+            grid.add_row(_text(name), _cell(value))
     _write(grid)
 
 
@@ -266,6 +268,17 @@ def draw(
         for number, child in enumerate(reversed(grown)):
             stem, line = _BRANCH if number else _LAST
             open_.append((below + stem, below + line, child))
+
+
+def fold_command(command: str, width: int, indent: str) -> Iterator[str]:
+    """Yield the lines of a command that can be pasted as they are: they end in a backslash, and no word is broken."""
+    line = indent
+    for word in _WORDS.findall(printable(command)):
+        if line.strip() and len(line) + len(word) + len(" \\") > width:
+            yield line + "\\"
+            line = indent + "  "
+        line += word + " "
+    yield line.rstrip()
 
 
 def confirm(question: str, *, yes: bool) -> None:

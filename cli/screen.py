@@ -6,35 +6,40 @@ On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 from cli.exits import printable
 from cli.installation import Place, Sight, look
-from cli.output import ago, json_line
+from cli.output import ago, fold_command, json_line
 from postroom._wire.programs import Program
 from postroom._wire.unpublished import Durable
+from postroom._wire.words import counted, span
 
 _COLOURS: Final = {"down": "1;31", "wrong": "31", "look": "33", "well": "32", "head": "1", "help": "36"}
 _ROWS: Final = 10  # of a table on a terminal
-_PROCESSES: Final = ("PROCESS", "STATE", "PID", "ADDRESS", "BACKLOG")
+_BARS: Final = " ▁▂▃▄▅▆▇█"
+_PROCESSES: Final = ("PROCESS", "STATE", "PID", "BACKLOG", "ADDRESS")
 _PROGRAMS: Final = ("PROGRAM", "HOST", "VERSION", "WAITING", "DEAD", "OLDEST", "DISK", "CLOCK", "STATE")
 _CONSUMERS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "SEEN", "STATE")
 
 
-def show_status(place: Place, *, as_json: bool) -> None:
-    """Show an installation once; raises `SystemExit` with the code that says how it is, where that is not well."""
-    sight = asyncio.run(look(place))
+def show_status(place: Place, *, as_json: bool, hour: bool = False) -> None:
+    """Show an installation, or its last hour; raises `SystemExit` with the code that says how it is, if not well."""
+    sight = asyncio.run(look(place, hour=hour))
     if as_json:
-        for thing in (*sight.processes, *sight.programs, *sight.consumers, *sight.troubles):
+        things = sight.minutes if hour else (*sight.processes, *sight.programs, *sight.consumers, *sight.troubles)
+        for thing in things:
             json_line(thing)
     else:
-        for text in Screen().installation(sight):
+        for text in Screen().hour(sight) if hour else Screen().installation(sight):
             sys.stdout.write(text + "\n")
     if sight.exit_code:
         raise SystemExit(sight.exit_code)
@@ -70,11 +75,12 @@ class Screen:
             yield self._styled("all is well", "well")
         for trouble in sight.troubles[: self._rows]:
             yield from self.fold(f"{trouble.thing}: {trouble.what}", "", "  ", trouble.level)
-            yield from self.fold(trouble.help, "    ", "      ", "help")
+            for line in fold_command(trouble.help, self._width, "    "):
+                yield self._styled(line, "help")
         yield from self._more(len(sight.troubles))
         kinds = Counter(one.kind for one in sight.programs) + Counter(consumer=len(sight.consumers))
         if kinds:
-            yield ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in sorted(kinds.items()))
+            yield ", ".join(counted(count, kind) for kind, count in sorted(kinds.items()))
 
     def programs(self, programs: Sequence[Program]) -> Iterator[str]:
         """Yield a table of them, the worst first."""
@@ -86,8 +92,38 @@ class Screen:
         worst = sorted(consumers, key=lambda one: (one.paused is None, one.asks, -one.waiting, one.consumer))
         yield from self._table(_CONSUMERS, [_consumer(one) for one in worst])
 
+    def hour(self, sight: Sight) -> Iterator[str]:
+        """Yield what happened in the last hour, a column for each minute; below it what is wrong."""
+        minutes, pasts = sight.minutes, [one.past for one in sight.consumers if one.past]
+        if minutes:
+            yield self._styled(f"{minutes[0].at:%H:%MZ} to {minutes[-1].at:%H:%MZ}, a column for each minute", "head")
+            for label, counts in (
+                ("accepted", [one.accepted for one in minutes]),
+                ("handled", [one.handled for one in minutes]),
+                ("dead-lettered", [one.dead_lettered for one in minutes]),
+            ):
+                said = f"{sum(counts):,}, at most {max(counts):,} in a minute" if any(counts) else "none"
+                yield from self._bars(f"{label}: {said}", counts)
+            waiting = [sum(each) for each in zip(*pasts, strict=True)] or [0]
+            yield from self._bars(f"waiting for consumers: {waiting[-1]:,} now, at most {max(waiting):,}", waiting)
+            for label, taken in (("p50", [one.p50 for one in minutes]), ("p99", [one.p99 for one in minutes])):
+                known = [seconds for seconds in taken if seconds is not None]
+                said = f"{span(known[-1])}, at most {span(max(known))}" if known else "nothing was handled"
+                yield from self._bars(f"until handled, {label}: {said}", [seconds or 0 for seconds in taken])
+            yield ""
+        yield from self.troubles(sight)
+        for one in sight.unseen:
+            yield from self.fold(one, "(", "  ", None)
+
+    def _bars(self, caption: str, heights: Sequence[float]) -> Iterator[str]:
+        """Yield a caption, and below it a bar for each number that is not zero."""
+        yield caption
+        if most := max(heights):
+            steps = [math.ceil(height / most * (len(_BARS) - 1)) for height in heights]
+            yield self._styled("".join(_BARS[step] for step in steps).rstrip(), "help")
+
     def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-        """Yield a table whose last column folds; no other cell is ever cut."""
+        """Yield a table whose last column folds; no word of a cell is ever cut."""
         texts = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows[: self._rows]]
         filled = [number for number in range(len(columns)) if any(row[number] for row in texts)]
         if not filled:
@@ -97,9 +133,12 @@ class Screen:
         left = sum(widths) + 2 * len(widths)
         for number, row in enumerate(texts):
             begin = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-            folded = textwrap.wrap(row[-1], max(self._width - left, 20)) or [""]
+            fold = partial(textwrap.wrap, row[-1], break_long_words=False, break_on_hyphens=False)
+            indent, folded = " " * left, fold(max(self._width - left, 20)) or [""]
+            if left + max(map(len, folded)) > self._width:  # a long word, such as an address, stands whole below
+                indent, folded = "  ", ["", *fold(self._width - 2)]
             for place, part in enumerate(folded):
-                line = ((begin if place == 0 else " " * left) + part).rstrip()
+                line = ((begin if place == 0 else indent) + part).rstrip()
                 yield self._styled(line, "head") if number == 0 else line
         yield from self._more(len(rows))
 
@@ -126,8 +165,8 @@ class Screen:
 
 
 def _process(row: dict[str, Any]) -> list[Any]:
-    backlog = ", ".join(f"{count} {status}" for status, count in row.get("backlog", {}).items())
-    return [row["process"], row["state"], row.get("pid"), row.get("address"), row.get("problem") or backlog or None]
+    backlog = ", ".join(f"{what}: {count:,}" for what, count in row.get("backlog", {}).items() if count)
+    return [row["process"], row["state"], row.get("pid"), row.get("problem") or backlog or None, row.get("address")]
 
 
 def _program(one: Program) -> list[Any]:

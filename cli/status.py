@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from cli.installation import Place
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.screen import show_status
@@ -12,7 +16,15 @@ app = noun()
 
 @app.command()
 def status(
-    *, state: State = None, socket: Socket = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False
+    *,
+    state: State = None,
+    socket: Socket = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    hour: Annotated[
+        bool, typer.Option("--hour", help="Instead: what happened in each minute of the last hour.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how daemons, brokers, workers and consumers are, what is wrong first, with the command that helps.
 
@@ -21,4 +33,4 @@ def status(
     Exit code 69: something does not run or cannot be asked; 1: something else is wrong, or waits for an operator, as
     dead rows and dead letters do; 0: all is well.
     """
-    show_status(Place(state, socket, url, token_file), as_json=as_json)
+    show_status(Place(state, socket, url, token_file), as_json=as_json, hour=hour)

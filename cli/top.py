@@ -27,7 +27,7 @@ from postroom._wire.programs import Program
 app = noun()
 
 _COUNTED: Final = ("queued", "accepted", "published", "handled", "waiting", "dead")
-_KEYS: Final = "o overview   d daemons, brokers, workers   c consumers   q quit"
+_KEYS: Final = "o overview   d daemons, brokers, workers   c consumers   h the last hour   q quit"
 _ENTER: Final = "\033[?1049h\033[?25l"  # a screen of its own, without a cursor
 _LEAVE: Final = "\033[?25h\033[?1049l"
 _CLEAR: Final = "\033[H\033[J"
@@ -47,7 +47,7 @@ def top(
     url: Url = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Watch an installation: rates, what waits, what is wrong; d shows daemons, c consumers, q ends it.
+    """Watch an installation: rates, what waits, what is wrong; d shows daemons, c consumers, h the last hour, q ends.
 
     Rates are by the last two reports of each program, which come every ten seconds. Without a terminal it writes a line
     for each look.
@@ -65,7 +65,7 @@ def top(
     view = "o"
     with _own_screen():
         while left != 0:
-            sight = asyncio.run(look(place))
+            sight = asyncio.run(look(place, hour=True))
             rates.see(sight.programs)
             left = None if left is None else left - 1
             until = time.monotonic() + interval
@@ -77,7 +77,7 @@ def top(
                 key = os.read(sys.stdin.fileno(), 1).decode(errors="replace")  # Python's own buffer is not selected
                 if key in ("q", ""):
                     return
-                view = key if key in "odc" else view
+                view = key if key in "odch" else view
 
 
 class Rates:
@@ -141,6 +141,7 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
         "o": lambda: screen.installation(sight),
         "d": lambda: screen.programs(sight.programs),
         "c": lambda: screen.consumers(sight.consumers),
+        "h": lambda: screen.hour(sight),
     }
     head = screen.fold(f"{datetime.now(UTC):%H:%M:%SZ}  {summary(sight, rates)}")
     lines = [*head, "", *below[view]()]

@@ -16,7 +16,8 @@ from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, with_broker
 from cli.exits import printable
 from cli.noun import Json, Socket, TokenFile, Url, noun
-from cli.output import draw, json_line, note
+from cli.output import draw, fold_command, json_line, note
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +66,8 @@ def trace(
         postroom trace order-2026-001
         postroom trace 019a8f3e-6c5f-7d3a-9a43-2f5b1c0d9e77 --follow
     """  # noqa: D301 - \b: as it stands
+    if not id_:
+        raise Fatal(Exit.USAGE, "the id is empty: name a message, a row, an event, a dead letter or a job by its id")
     shown: dict[str, Step] = {}
     before: Story | None = None
     while True:
@@ -116,7 +119,8 @@ def show_story(story: Story, fresh: list[str]) -> None:
     for wait in story.waits:
         _write(f"waits: {wait.why}", "", "       ", width, _COLOURS.get(outcomes.get(wait.step, "")))
         if wait.help is not None:
-            _write(wait.help, "       ", "       ", width, "bold")
+            for line in fold_command(wait.help, width, "       "):
+                sys.stdout.write((line if _is_plain() else typer.style(line, bold=True)) + "\n")
     if not story.waits:
         _write("nothing waits", "", "", width, None)
     for lead, step in draw(story.steps, key=lambda step: step.id, parent=lambda step: step.parent):
@@ -155,8 +159,10 @@ def _write(text: str, first: str, below: str, width: int, style: str | None) -> 
         break_long_words=False,
         break_on_hyphens=False,
     )
-    plain = style is None or not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    plain = style is None or _is_plain()
     for one in lines:
-        bold = style == "bold"
-        styled = one if plain else typer.style(one, fg=None if bold else style, bold=bold or style == "red")
-        sys.stdout.write(styled + "\n")
+        sys.stdout.write((one if plain else typer.style(one, fg=style, bold=style == "red")) + "\n")
+
+
+def _is_plain() -> bool:
+    return not sys.stdout.isatty() or "NO_COLOR" in os.environ

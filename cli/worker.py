@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from cli import completion
 from cli.application import Database, Place
-from cli.change import Asked, Change, Portion, change_all, check_choice
+from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.noun import (
     Config,
     DryRun,
@@ -23,9 +24,14 @@ from cli.noun import (
     noun,
     with_options,
 )
-from cli.output import ago, confirm, json_line, line, listing, note, reason_or_ask
+from cli.output import ago, confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
+from postroom._wire.words import counted
+
+if TYPE_CHECKING:
+    from postroom import BrokerClient
+    from postroom.delivery.applications.operations import Application
 
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
@@ -37,7 +43,6 @@ Ids = Annotated[
     ),
 ]
 
-_SECONDS: Final = 120.0  # that one request may take: it may be about 15,000 messages
 _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
 
@@ -84,7 +89,7 @@ def failing(source: str) -> typer.Typer:
             result = place.ask(
                 lambda client: client.change(things, "drop", meant, mesh=mesh, reason=why, dry_run=dry_run),
                 lambda own: own.drop(meant, mesh, reason=why, dry_run=dry_run),
-                timeout=_SECONDS,
+                timeout=SECONDS,
             )
             return Portion(result.done, {})
 
@@ -165,21 +170,36 @@ def redrive(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Ask for it, and say how many messages of each source it is."""
+    """Count what it is first, then ask for it, and say how many messages of each source it was."""
     why = reason_or_ask(reason, dry_run=dry_run)
-    if not dry_run:
-        confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
     meant = unpublished.PublishedFilter(since=since, stream=stream, confirmed=confirmed)
-    result = place.ask(
-        lambda client: client.change(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry_run),
-        lambda own: own.redrive(meant, reason=why, dry_run=dry_run),
-        timeout=_SECONDS,
-    )
-    counts = Counter[str]()
-    for part in result.done:
-        counts[part.source] += part.messages
+
+    def run(total: int | None, *, dry: bool) -> Counter[str]:
+        counts = Counter[str]()
+
+        def tell(found: Iterable[unpublished.Redriven]) -> None:
+            for one in found:
+                counts[one.source] += one.messages
+            show(counts.total(), counted(counts.total(), "message"))
+
+        async def of_broker(client: BrokerClient) -> None:
+            async for part in client.changes(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry):
+                tell(part.done)
+
+        async def of_application(own: Application) -> None:
+            tell((await own.redrive(meant, reason=why, dry_run=dry)).done)
+
+        with progress(total, as_json=as_json) as show:
+            place.ask(of_broker, of_application, timeout=SECONDS)
+        return counts
+
+    counts = run(None, dry=True)
+    if not dry_run and counts.total():
+        published = f"{counted(counts.total(), 'message')} published since {since:%Y-%m-%d %H:%M:%S}Z"
+        confirm(f"Publish {published} again?", yes=yes)
+        counts = run(counts.total(), dry=False)
     for source, messages in counts.items():
         if as_json:
             json_line(unpublished.Redriven(source, messages))
         else:
-            line(f"{source}: {messages} {'would be' if dry_run else 'are'} published again")
+            line(f"{source}: {messages:,} {'would be ' * dry_run}{unpublished.SOURCES.verbs['redrive'].done}")

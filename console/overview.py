@@ -34,6 +34,7 @@ from postroom._wire.programs import (
     Trouble,
 )
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
+from postroom._wire.words import counted
 from postroom.errors import PostroomError
 
 EVERYWHERE: Final = "look everywhere"
@@ -111,12 +112,12 @@ class Watch:
         shown |= {f"hour_{name}": caption for name, caption in plots.captions.items()}
         everybody: list[Program | Durable | LetterCounts] = [*programs.programs, *consumers.consumers, letters]
         wrong = [trouble for one in everybody for trouble in one.troubles()]
-        for count, what, remedy in (
-            (counts["refused"], "messages that JetStream refuses", "postroom worker backlog"),
-            (counts["jobs_failed"], "jobs that have failed", "postroom jobs list --state failed"),
+        for count, thing, what, remedy in (
+            (counts["refused"], "message", "that JetStream refuses", "postroom worker backlog"),
+            (counts["jobs_failed"], "job", "that failed", "postroom jobs list --state failed"),
         ):
             if count:
-                wrong.append(Trouble("all meshes", f"{number(count)} {what}", remedy, "look"))
+                wrong.append(Trouble("all meshes", f"{counted(count, thing)} {what}", remedy, "look"))
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
         wrong.sort(key=lambda trouble: _LEVELS.index(trouble.level))

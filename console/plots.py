@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from console.views import number, span
+from console.views import number
 from postroom._wire.programs import LATENCIES, Minute
+from postroom._wire.words import span
 
 HEIGHT: Final = 60
 _GAP: Final = 0.2  # between two bars, where a minute is 1 wide

@@ -17,13 +17,13 @@ from aiohttp import web
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from console.sessions import COOKIE, SESSION, Session, Sessions, new_cookie
+from postroom._wire.words import counted, span
 
 _HERE: Final = Path(__file__).parent
 STATIC: Final = {file.name: file.read_bytes() for file in sorted((_HERE / "static").iterdir())}
 VERSION: Final = hashlib.sha256(b"".join(STATIC.values())).hexdigest()[:12]  # browsers keep a file under it for ever
 SESSIONS: Final = web.AppKey("sessions", Sessions)
 ROWS: Final = 50  # of a list on one page
-_FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
 HOME: Final = "/"  # where a log-in leads
 MESSAGES: Final = "/messages"
@@ -43,19 +43,6 @@ ACCESS: Final = web.AppKey("access", dict[str, str])  # of each page, as the tab
 def when(moment: datetime | None) -> str:
     """Write a moment: to the second, in UTC."""
     return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def span(seconds: float) -> str:
-    """Write how long something took, or how old it is: `40 ms`, `3.2 s`, `12 min`, `5 h`, `9 d`."""
-    for most, unit, name in (
-        (1, 0.001, "ms"),
-        (2 * _MINUTE, 1, "s"),
-        (2 * _HOUR, _MINUTE, "min"),
-        (2 * _DAY, _HOUR, "h"),
-    ):
-        if seconds < most:
-            return f"{seconds / unit:.1f} {name}" if unit == 1 and seconds < _FEW else f"{seconds / unit:.0f} {name}"
-    return f"{seconds / _DAY:.0f} d"
 
 
 def age(moment: datetime | None) -> str:
@@ -80,6 +67,7 @@ _ENVIRONMENT.filters |= {
     "span": span,
     "age": age,
     "number": number,
+    "counted": counted,
     "path": lambda text: quote(text, safe=""),
 }
 _ENVIRONMENT.globals |= {

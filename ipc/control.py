@@ -16,6 +16,7 @@ from outbox import to_datetime
 from postroom._wire.message import parse_destination
 from postroom._wire.operations import PauseRequest, ResumeRequest
 from postroom._wire.sends import Health, Ready, Version
+from postroom._wire.words import counted
 from postroom.errors import TryAgain
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
@@ -41,7 +42,7 @@ async def health_of(services: Services) -> Health:
             missing.without_payload
         )
         reasons.append(
-            f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
+            f"the broker's database lacks {counted(missing.rows, 'message')} that it had accepted{gone}: "
             "send them again with `postroom outbox resend --missing`"
         )
     if counts.wal_bytes > WAL_WARNING_BYTES:

@@ -143,8 +143,8 @@ class OutboxDesk:
         """Empty the payloads of old done and aborted rows; the rows stay."""
         asked = await self._body(request, PruneRequest)
         before = now_ms() - int(asked.older_than_seconds * 1000)
-        pruned = await self._outbox.prune(before, caller=request.caller, reason=asked.reason)
-        return json_answer(PruneResult(pruned=pruned))
+        pruned, after = await self._outbox.prune(before, after=asked.cursor, caller=request.caller, reason=asked.reason)
+        return json_answer(PruneResult(pruned=pruned, next_cursor=after))
 
     async def resend(self, request: Request) -> web.StreamResponse:
         """Send the done rows that the broker's database lost again, under their own ids, or count them."""

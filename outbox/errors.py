@@ -4,6 +4,7 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import is_full, result_code
 from postroom.chassis.store import Answers
@@ -71,7 +72,7 @@ def damaged(path: Path, fault: str) -> None:
 
 def ids_lost(path: Path, missing: int | None) -> Fatal:
     """Refuse to start with ids that a recovery could not save, until whoever runs the process accepts that."""
-    rows = "an unknown number of rows is" if missing is None else f"{missing} rows are"
+    rows = "an unknown number of rows is" if missing is None else counted(missing, "row is", "rows are")
     return Fatal(
         Exit.CONFIG,
         f"{rows} missing since {path} was recovered, and their ids may be used again: check what was lost (the "

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Final, Self
@@ -33,6 +35,7 @@ from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
+from postroom._wire.words import counted
 from postroom.chassis import sqlite
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.store import OwnedFile, Store
@@ -51,6 +54,7 @@ _PATIENCE_SECONDS: Final = 0.02  # for which a patient settlement waits for anot
 _CHUNK: Final = 200  # rows that one transaction of a long job may touch
 _DAY_MS: Final = 86_400_000
 _PRUNE_EVERY: Final = 600.0  # seconds
+_PRUNED: Final = 100_000  # rows that one request to prune looks at
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
@@ -397,16 +401,20 @@ class Outbox(reading.Reader):
         self._work.set()
         return total
 
-    async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
-        """Drop the payloads of done and aborted rows that settled before the moment; returns how many.
+    async def prune(
+        self, settled_before_ms: int, *, caller: Caller, reason: str, after: int = 0
+    ) -> tuple[int, int | None]:
+        """Drop the payloads of done and aborted rows that settled before the moment, of some 100,000 rows at most.
 
-        Rows, ids, fingerprints and outcomes stay for ever.
+        Returns how many, and after which row to go on (None at the end). Rows, ids, fingerprints and outcomes stay for
+        ever.
         """
         order = operating.Order(caller, reason).checked()
-        total = await self._prune(settled_before_ms)
-        detail = f"{total} payloads of rows settled before {settled_before_ms} ms"
+        total, last = await self._prune(settled_before_ms, after, _PRUNED // _CHUNK)
+        moment = datetime.fromtimestamp(min(settled_before_ms, self._clock()) / 1000, UTC)
+        detail = f"{counted(total, 'payload')} of rows that ended before {moment:%Y-%m-%d %H:%M:%S}Z"
         await self._store.submit(Step(lambda transaction: operating.log(transaction, "prune", order, None, detail)))
-        return total
+        return total, last
 
     async def prune_by_age(self) -> None:
         """Return never; drop the payloads of done and aborted rows once they are older than `keep_payloads`."""
@@ -417,14 +425,15 @@ class Outbox(reading.Reader):
                 _log.warning("not_pruned", error=str(error), advice="it is tried again")
             await asyncio.sleep(_PRUNE_EVERY)
 
-    async def _prune(self, settled_before_ms: int) -> int:
-        """Prune in slices, so that nobody waits for long."""
+    async def _prune(
+        self, settled_before_ms: int, after: int | None = 0, slices: int = sys.maxsize
+    ) -> tuple[int, int | None]:
+        """Prune in slices, so that nobody waits for long; return how many, and after which row to go on."""
         total = 0
-        after: int | None = 0
-        while after is not None:
+        while after is not None and slices:
             pruned, after = await self._store.submit(Prune(settled_before_ms, after, _CHUNK))
-            total += pruned
-        return total
+            total, slices = total + pruned, slices - 1
+        return total, after
 
     @contextlib.asynccontextmanager
     async def backup(self, *, caller: Caller, reason: str) -> AsyncIterator[Backup]:

@@ -27,6 +27,7 @@ from pipeline.runner import submitted
 from pipeline.tables import Snapshot, read_table, snapshot
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
+from postroom._wire.words import counted
 from postroom.worker.orphans import Violation
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     """Check one snapshot of the database; an outcome with violations is a failed one."""
     with snapshot(options.database_url) as moment:
         violations = find_orphans(spark, moment, timedelta(days=options.events_kept_days))
-    facts = {each.kind: f"{each.rows} rows: {', '.join(map(str, each.examples))}" for each in violations}
+    facts = {each.kind: f"{counted(each.rows, 'row')}: {', '.join(map(str, each.examples))}" for each in violations}
     return Outcome(facts or {"violations": 0}, failed=bool(violations))
 
 

@@ -19,6 +19,7 @@ from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from pipeline.registry import Outcome, find, parse
+from postroom._wire.words import counted
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 from postroom.errors import PostroomError
 
@@ -158,7 +159,7 @@ def _watch(spark: SparkSession, name: str, ended: threading.Event) -> None:
 
 
 def _said(found: Tasks) -> str:
-    return f"{found.done} of {found.all} tasks" if found.all else "planning"
+    return f"{found.done:,} of {counted(found.all, 'task')}" if found.all else "planning"
 
 
 @contextmanager

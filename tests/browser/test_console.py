@@ -151,7 +151,7 @@ async def test_every_repair_is_done_by_clicking(
 
     await chromium.open(f"/jobs/{mesh['job']}")
     await chromium.click('button[value="cancel"]')
-    await confirm(chromium, "1 is cancelled, 0 failed.")
+    await confirm(chromium, "1 cancelled, 0 failed.")
     state = await postgres.fetchval("SELECT state FROM ledger.job WHERE id = $1", mesh["job"])
     assert state == "cancelled"
 
@@ -159,7 +159,7 @@ async def test_every_repair_is_done_by_clicking(
     await postgres.execute("SELECT ledger.fail($1, 'the disk is full')", activity)
     await chromium.open(f"/jobs/{mesh['failing']}")
     await chromium.click('button[value="retry"]')
-    await confirm(chromium, "1 continues, 0 failed.")
+    await confirm(chromium, "1 retried, 0 failed.")
     state = await postgres.fetchval("SELECT state FROM ledger.job WHERE id = $1", mesh["failing"])
     assert state == "running"
 

@@ -17,6 +17,7 @@ import msgspec
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import MAX_IDS, Age
 from postroom._wire.programs import Trouble
+from postroom._wire.words import counted
 from postroom.errors import Problem
 
 Act = Literal["replayed", "dropped"]
@@ -188,7 +189,7 @@ class LetterCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
         for stream, count in self.letters.items():
             if count:
                 show = f"postroom dlq list --mesh {stream.removesuffix('_DLQ').lower()}"
-                yield Trouble(stream, f"{count} dead letters", show, "look")
+                yield Trouble(stream, counted(count, "dead letter"), show, "look")
 
 
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(

@@ -221,12 +221,12 @@ JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] =
     {
         "retry": Verb(
             "Continue failed jobs where they stopped: what is done stays done, and the rest is sent again.",
-            "continues",
+            "retried",
             frozenset({"failed"}),
         ),
         "cancel": Verb(
             "End running or closed jobs permanently: no step of them commits any more, and later messages are ignored.",
-            "is cancelled",
+            "cancelled",
             frozenset({"running", "closed"}),
         ),
     },

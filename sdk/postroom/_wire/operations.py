@@ -149,17 +149,25 @@ class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     cursor: str | None = None
 
 
-class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Delete the payload of `done` and `aborted` rows that are older than this; the rows themselves stay."""
+class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Delete the payload of `done` and `aborted` rows that are older than this; the rows themselves stay.
+
+    `cursor` is the `next_cursor` of the previous answer.
+    """
 
     reason: Reason
     older_than_seconds: Age
+    cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
-class PruneResult(msgspec.Struct, kw_only=True):
-    """How many payloads a prune deleted."""
+class PruneResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How many payloads a prune deleted.
+
+    One answer covers about 100,000 rows; if there are more, `next_cursor` continues with them.
+    """
 
     pruned: int
+    next_cursor: int | None = None
 
 
 class ResendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

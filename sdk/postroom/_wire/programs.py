@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from postroom._wire.nouns import Noun
+from postroom._wire.words import counted
 
 REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it was
 AWAY_SECONDS: Final = 3 * REPORT_SECONDS  # without a report, after which a program counts as away
@@ -120,7 +121,7 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
             remedy = f"postroom relay resume --reason 'it was paused'{here}"
             yield Trouble(thing, "an operator paused its relay", remedy, "wrong")
         if self.dead:
-            yield Trouble(thing, f"{self.dead} dead rows", f"postroom outbox list --status dead{here}", "look")
+            yield Trouble(thing, counted(self.dead, "dead row"), f"postroom outbox list --status dead{here}", "look")
         if self.disk_free is not None and self.disk_free < LOW_DISK_BYTES:
             left = f"its disk has only {self.disk_free // 1024**2} MiB left"
             yield Trouble(thing, left, f"df -h  # on {self.host}", "wrong")

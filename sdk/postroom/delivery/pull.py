@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.words import counted
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
@@ -183,8 +184,9 @@ class Pull:
         if not info.num_pending or self._delivered != before or self._paused() or info.paused:
             self.trouble = None
             return
+        waiting = counted(info.num_pending, "message waits", "messages wait")
         self.trouble = (
-            f"{info.num_pending} messages wait in {self._settings.stream} for {self._settings.durable}, and none was "
+            f"{waiting} in {self._settings.stream} for {self._settings.durable}, and none was "
             f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are claimed or wait for their next attempt"
         )
         _log.warning("consumer_stands_still", consumer=self._settings.durable, detail=self.trouble)

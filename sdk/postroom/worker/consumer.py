@@ -13,6 +13,7 @@ import structlog
 from nats.aio.client import Client
 from prometheus_client.core import Metric
 
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool
 from postroom.delivery.consumer import Attempts, Consumer
@@ -95,10 +96,10 @@ class HttpConsumer:
     async def status(self) -> str:
         """Say what waits, and whether calls pause."""
         backlog = await self.backlog()
-        waiting = "an unknown number of" if backlog is None else backlog.messages
+        waiting = "an unknown number of messages" if backlog is None else counted(backlog.messages, "message")
         running = self.handler.counters.calls_under_way
         paused = "" if self.handler.reach.error is None else f"; paused: {self.handler.reach.error}"
-        return f"{waiting} messages waiting, {running} being handled{paused}"
+        return f"{waiting} waiting, {running} being handled{paused}"
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""

@@ -129,8 +129,8 @@ class Publication:
 
     async def status(self) -> str:
         """Say what waits."""
-        waiting = [f"{backlog.count} {source} wait" for source, backlog in (await self.backlogs()).items()]
-        return ", ".join(waiting) or "Postgres does not answer"
+        waiting = [f"{source} {backlog.count:,}" for source, backlog in (await self.backlogs()).items()]
+        return f"waiting: {', '.join(waiting)}" if waiting else "Postgres does not answer"
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""

@@ -92,7 +92,7 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_a
     assert (logged["actor"], logged["verb"], logged["noun"]) == ("administrator", "redrive", "source")
     assert logged["reason"] == "an older copy"
     assert logged["key"] == "published into DEMO_EVENTS since 2000-01-01T00:00:00+00:00"
-    assert logged["outcome"] == "1 events, 0 deliveries, 0 letters published again"
+    assert logged["outcome"] == "published again: events 1, deliveries 0, letters 0"
     (waits, *_) = user.run("worker", "backlog", "--json").json
     assert waits["count"] == 2
 
@@ -128,7 +128,7 @@ def test_all_that_fail_are_dropped_by_filters_after_a_dry_run(user: Terminal, po
     assert user.run(*drop, "--mesh", "demo", "--dry-run").out == f"{poison} would be dropped\n"
     assert [one["id"] for one in user.run("worker", "events", "list", "--json").json] == [poison]
     asked = user.run(*drop, "--reason", "a test")
-    assert (asked.code, "Drop 1 of 1 events?" in asked.err) == (2, True)
+    assert (asked.code, "Drop 1 of 1 event?" in asked.err) == (2, True)
     confirmed = ("--reason", "a test", "--yes", "--json")
     assert user.run(*drop, "--subject", "demo.event.refunded.v1", *confirmed).json == []
     done = user.run(*drop, "--subject", "demo.event.placed.v1", *confirmed)

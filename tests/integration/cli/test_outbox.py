@@ -149,7 +149,7 @@ def test_a_question_is_asked_on_a_terminal(sent: Terminal) -> None:
 def test_prune_empties_payloads_and_keeps_rows(sent: Terminal) -> None:
     sent.run("outbox", "abort", "a", *WHY, "--yes")
     pruned = sent.run("outbox", "prune", "--older-than", "0s", *WHY, "--yes")
-    assert (pruned.code, pruned.out) == (0, "1 payloads deleted\n")
+    assert (pruned.code, pruned.out) == (0, "1 payload deleted\n")
     assert len(sent.run("outbox", "list", "--json").json) == 3
 
 

@@ -106,8 +106,8 @@ def test_a_run_with_an_id_prefix_can_be_repeated(terminal: Terminal, daemon: Lon
     file.write_text("".join(f"line {n}\n" for n in range(5000)))
     first = terminal.run("send", "topic:orders", "--file", file, "--id-prefix", "run-1")
     again = terminal.run("send", "topic:orders", "--file", file, "--id-prefix", "run-1")
-    assert first.out == "5000 queued, 0 duplicates, 0 failed\n"
-    assert again.out == "0 queued, 5000 duplicates, 0 failed\n"
+    assert first.out == "5,000 queued, 0 duplicates, 0 failed\n"
+    assert again.out == "0 queued, 5,000 duplicates, 0 failed\n"
     assert rows(daemon) == 5000
     assert terminal.run("outbox", "inspect", "run-1-000005000").code == 0
 
@@ -255,7 +255,7 @@ def test_progress_is_drawn_on_a_terminal_only_and_results_go_to_standard_output(
     file.write_text("x\n" * 2000)
     drawn = terminal.at_a_terminal("send", "topic:orders", "--file", str(file))
     assert drawn.code == 0
-    assert "2000 queued, 0 duplicates, 0 failed" in drawn.out
+    assert "2,000 queued, 0 duplicates, 0 failed" in drawn.out
     plain = terminal.run("send", "topic:orders", "--file", file)
     assert plain.err == ""
 
@@ -287,7 +287,7 @@ def test_a_million_lines_do_not_lie_in_memory(terminal: Terminal, tmp_path: Path
     status = Path(f"/proc/{running.pid}/status").read_text()
     (most,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
     out, _ = running.communicate(timeout=60)
-    assert out == b"50000 queued, 0 duplicates, 100000 failed\n"
+    assert out == b"50,000 queued, 0 duplicates, 100,000 failed\n"
     assert most < 100 * 1024  # KiB
     assert errors.read_text().count("\n") == 100_000
 

@@ -235,12 +235,21 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     assert (again.code, again.out) == (1, "")
     assert "cannot pause the consumer books: it must be active, and is paused" in again.err
     assert "there is no consumer 'nobody': `postroom consumer list` shows them" in again.err
+    several = ("consumer", "pause", "--all", "--stream", "DEMO_EVENTS", "--reason", "again")
+    assert "--all" in office.user.run("consumer", "pause", "--stream", "DEMO_EVENTS", "--reason", "x").sentence()
+    assert "there is no terminal" in office.user.run("consumer", "resume", *several[2:]).sentence()
+    assert "no consumers match" in office.user.run(*several, "--yes").err  # what is paused is not meant
+    every = office.user.run("consumer", "resume", *several[2:], "--yes", "--json")
+    assert (every.code, every.json) == (0, [{"id": "DEMO_EVENTS/books", "done": "resume"}])
+    assert office.user.run(*several, "--yes").out == "DEMO_EVENTS/books paused\n"
     assert office.with_token("bob").run("consumer", "resume", "books", "--reason", "me too").code == 77
     assert office.user.shell(remedy).out == "DEMO_EVENTS/books resumed\n"
     assert troubles(office.user.run("status", "--json"))["consumer books"][1] == stopped
     log = office.user.run("log", "--noun", "consumer", "--json").json
     assert [(one["verb"], one["actor"], one["key"], one["reason"]) for one in log] == [
         ("resume", "administrator", "DEMO_EVENTS/books", "it was paused"),
+        ("pause", "administrator", "DEMO_EVENTS/books", "again"),
+        ("resume", "administrator", "DEMO_EVENTS/books", "again"),
         ("pause", "administrator", "DEMO_EVENTS/books", "it books twice"),
     ]
 
@@ -277,6 +286,36 @@ def test_top_writes_a_line_for_each_look_off_a_terminal(office: Office, well: Ou
     lines = seen.out.splitlines()
     assert (seen.code, len(lines)) == (0, 2)
     assert all(re.search(r"Z  queued \S+  accepted \S+ .* waiting 0 \(\S+\)  dead \d+ ", line) for line in lines)
+
+
+def test_the_last_hour_is_shown_minute_by_minute(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    counted = "INSERT INTO postroom.minute_counts SELECT date_trunc('minute', now()) - interval '{} minutes', '{}', {}"
+    office.execute("DELETE FROM postroom.minute_counts")
+    counts = (
+        (61, "accepted", 5),
+        (20, "accepted", 8000),
+        (5, "accepted", 500),
+        (20, "handled_in_2", 98),
+        (20, "handled_in_8", 2),
+    )
+    for each in counts:
+        office.execute(counted.format(*each))
+    seen = office.user.run("status", "--hour")
+    lines = seen.out.splitlines()
+    assert seen.code == 0
+    assert re.fullmatch(r"\d\d:\d\dZ to \d\d:\d\dZ, a column for each minute", lines[0])
+    assert lines[1] == "accepted: 8,500, at most 8,000 in a minute"
+    assert (lines[2].index("█"), lines[2].strip().replace(" ", "")) == (39, "█▁")
+    assert "handled: none" in lines
+    assert "until handled, p99: 1.5 s, at most 1.5 s" in lines
+    assert "all is well" in lines
+    assert all(len(line) <= 80 for line in lines)
+    minutes = office.user.run("status", "--hour", "--json").json
+    assert (len(minutes), sum(one.get("accepted", 0) for one in minutes)) == (60, 8500)
+    frames = office.user.at_a_terminal("top", "--count", "1", answer="hq", COLUMNS="80", LINES="24").out
+    assert "a column for each minute" in frames.split("\033[H\033[J")[2]
+    office.execute("DELETE FROM postroom.minute_counts")
 
 
 def test_top_on_a_terminal_follows_keys_and_leaves_it_as_it_was(office: Office, well: Outcome) -> None:

@@ -134,7 +134,7 @@ async def test_a_job_is_found_shown_and_cancelled(office: Any, admin: Any) -> No
     await admin.submit(page.path, reason="the wrong day")
     while not finished(admin.shown):
         await admin.open(page.path)
-    assert "1 is cancelled, 0 failed." in admin.shown.text
+    assert "1 cancelled, 0 failed." in admin.shown.text
     page = await admin.open(f"/jobs/{job}")
     assert ["An operator ended it." in page.text, "the wrong day" in page.text] == [True, True]
     assert (await admin.open("/jobs?state=odd")).status == 400

@@ -282,10 +282,23 @@ async def test_prune_makes_room_in_a_file_that_does_not_shrink(outbox: Outbox, c
     for message_id in ids:
         await outbox.act("abort", message_id, **WHY)
     clock.forward(1)
-    assert await outbox.prune(clock.now, **WHY) == len(ids)
+    assert (await outbox.prune(clock.now, **WHY))[0] == len(ids)
     after = await outbox.counts()
     assert after.used_bytes < before.used_bytes - 50 * 16_000
     assert after.file_bytes >= before.file_bytes
+
+
+async def test_a_long_prune_goes_on_behind_the_rows_that_it_has_looked_at(
+    outbox: Outbox, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.outbox._PRUNED", 200)
+    await accepted(outbox, *(send(f"old-{number}") for number in range(250)))
+    await outbox.bulk("abort", RowFilter(), **WHY)
+    clock.forward(1)
+    pruned, after = await outbox.prune(clock.now, **WHY)
+    assert pruned == 200
+    assert after is not None
+    assert await outbox.prune(clock.now, after=after, **WHY) == (50, None)
 
 
 async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
@@ -295,8 +308,8 @@ async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
     clock.forward(10)
     young = await row_in(outbox, "pending", "young")
     await outbox.act("abort", young, **WHY)
-    assert await outbox.prune(clock.now, **WHY) == 2
-    assert await outbox.prune(clock.now, **WHY) == 0
+    assert (await outbox.prune(clock.now, **WHY))[0] == 2
+    assert (await outbox.prune(clock.now, **WHY))[0] == 0
     with opened(database) as db:
         pruned = db.execute("SELECT client_message_id FROM outbox_whole WHERE payload = x'' ORDER BY 1").fetchall()
         sizes = db.execute("SELECT sum(length(payload)) FROM outbox_payload").fetchone()[0]

@@ -116,7 +116,9 @@ async def test_an_operator_repairs_many_rows_and_prunes(daemon: LoneDaemon) -> N
         assert (await client.list_rows(ListQuery(status="aborted"))).rows == []
         done = await client.bulk("abort", RowFilter(destination="topic:orders"), reason=REASON)
         assert len(done.done) == 20
-        assert (await client.prune(0, reason=REASON)).pruned == 20
+        told: list[int] = []
+        assert (await client.prune(0, reason=REASON, tell=told.append)).pruned == 20
+        assert told == [20]
 
 
 async def test_lists_are_paged_and_exported_whole(daemon: LoneDaemon) -> None:

@@ -453,7 +453,7 @@ async def test_it_tells_the_service_manager_that_it_is_ready_what_waits_that_it_
             process.terminate()
             stopping = await loop.sock_recv(manager, 4096)
             assert await asyncio.to_thread(process.wait, 30) == 0
-    assert heard == {b"READY=1", b"STATUS=0 events wait, 0 deliveries wait, 0 letters wait", b"WATCHDOG=1"}
+    assert heard == {b"READY=1", b"STATUS=waiting: events 0, deliveries 0, letters 0", b"WATCHDOG=1"}
     assert stopping == b"STOPPING=1"
 
 

@@ -1,10 +1,13 @@
-"""The tree of a job as lines."""
+"""The tree of a job as lines, and commands that are longer than one."""
 
 from __future__ import annotations
 
+import shlex
 from operator import itemgetter
 
-from cli.output import draw, fold
+import pytest
+
+from cli.output import draw, fold, fold_command
 
 
 def drawn(*items: tuple[str, str | None]) -> list[str]:
@@ -42,3 +45,21 @@ def test_what_has_children_and_leaves_of_two_parents_are_not_folded() -> None:
 
 def test_nothing_is_drawn_as_nothing() -> None:
     assert drawn() == []
+
+
+@pytest.mark.parametrize("width", [30, 50, 80])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "postroom outbox list --status dead --socket /var/lib/postroom/a-very-long-name-of-a-mesh/daemon.sock",
+        "postroom topic create x --mesh demo && postroom outbox requeue 01M83EEJ --reason 'its cause is repaired'",
+        "journalctl -u postroomd@demo  # on red, where the daemon of the mesh runs",
+        "echo 'a word of which two parts stand between quotes'\"and more of it\"",
+    ],
+)
+def test_a_command_that_is_folded_can_be_pasted_as_it_is(command: str, width: int) -> None:
+    lines = list(fold_command(command, width, "    "))
+    assert shlex.split("".join(line.removesuffix("\\") for line in lines), comments=True) == shlex.split(
+        command, comments=True
+    )
+    assert all(line.endswith(" \\") for line in lines[:-1])

@@ -98,6 +98,7 @@ def test_every_reading_verb_has_json(words: str) -> None:
 
 CHANGING = [f"outbox {verb}" for verb in ("requeue", "abort", "hold", "release", "flush")]
 CHANGING += ["dlq replay", "dlq drop", "jobs retry", "jobs cancel", "worker events drop", "worker deliveries drop"]
+CHANGING += ["consumer pause", "consumer resume"]
 
 
 @pytest.mark.parametrize("words", CHANGING)
@@ -106,7 +107,8 @@ def test_every_verb_on_many_things_names_them_in_the_one_way(words: str) -> None
     for word in words.split() if command is None else ():
         command = VERBS[word].command() if command is None else command.commands[word]
     found = {option for parameter in command.params for option in parameter.opts}
-    assert {"--all", "--older-than", "--reason", "--dry-run", "--yes", "--json"} <= found
+    filters = {"--stream"} if words.startswith("consumer") else {"--older-than"}
+    assert {"--all", "--reason", "--dry-run", "--yes", "--json", *filters} <= found
     (ids,) = (parameter for parameter in command.params if parameter.param_type_name == "argument")
     assert ids.nargs == -1
     assert "`-` reads" in ids.help
