@@ -610,7 +610,12 @@ def test_what_an_agent_emitted_is_told_on_any_host_with_what_caused_it(working: 
         try:
             working.send("count-me", "queue:counter")
             working.until_told("count-me", "accepted", user=elsewhere)
-            until(lambda: "counted" in {step["place"] for step in working.story("count-me", elsewhere)["steps"]})
+
+            def ended() -> set[tuple[str | None, str]]:
+                steps = working.story("count-me", elsewhere)["steps"]
+                return {(step.get("place"), step["outcome"]) for step in steps}
+
+            until(lambda: ("counted", "done") in ended())
         finally:
             agent.kill()
     story = working.story("count-me", elsewhere)
