@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
@@ -27,11 +26,11 @@ from cli.noun import (
 from cli.output import ago, confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
+from postroom._wire.nouns import Result
 from postroom._wire.words import counted
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.delivery.applications.operations import Application
 
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
@@ -177,20 +176,18 @@ def redrive(
     def run(total: int | None, *, dry: bool) -> Counter[str]:
         counts = Counter[str]()
 
-        def tell(found: Iterable[unpublished.Redriven]) -> None:
-            for one in found:
-                counts[one.source] += one.messages
-            show(counts.total(), counted(counts.total(), "message"))
-
-        async def of_broker(client: BrokerClient) -> None:
+        async def at_broker(client: BrokerClient) -> Result[unpublished.Redriven]:
+            total = Result[unpublished.Redriven](dry_run=dry, done=[], failed=[])
             async for part in client.changes(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry):
-                tell(part.done)
-
-        async def of_application(own: Application) -> None:
-            tell((await own.redrive(meant, reason=why, dry_run=dry)).done)
+                total.done += part.done
+                messages = sum(one.messages for one in total.done)
+                show(messages, counted(messages, "message"))
+            return total
 
         with progress(total, as_json=as_json) as show:
-            place.ask(of_broker, of_application, timeout=SECONDS)
+            result = place.ask(at_broker, lambda own: own.redrive(meant, reason=why, dry_run=dry), timeout=SECONDS)
+        for one in result.done:
+            counts[one.source] += one.messages
         return counts
 
     counts = run(None, dry=True)
