@@ -195,7 +195,7 @@ async def test_an_operator_has_what_an_application_emitted_published_again(shop:
     dry = await run("worker", "redrive", "--since", "1h", "--dry-run", **there)
     assert dry.out == "events: 2 would be published again\nletters: 0 would be published again\n"
     done = await run("worker", "redrive", "--since", "1h", "--reason", "a lost stream", "--yes", **there)
-    assert done.out == "events: 2 are published again\nletters: 0 are published again\n"
+    assert done.out == "events: 2 published again\nletters: 0 published again\n"
     epochs = "SELECT array_agg(epoch ORDER BY position) FROM postroom.outbox_events WHERE published_at IS NULL"
     assert await fetch(owner_of(shop), epochs) == [1, 1, 0]
     (line,) = (await run("log", "--at", "broker", "--verb", "redrive", "--json", **there)).json
