@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -26,7 +25,7 @@ from postroom.worker.consumer import HttpConsumer
 
 Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
-KEY = secrets.token_bytes(32)
+KEY = bytes(range(32))
 
 
 @pytest.mark.parametrize(
