@@ -126,7 +126,7 @@ $(AXE): $(STAMP)
 test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
 	AXE=$(abspath $(AXE)) $(BIN)/pytest -m browser tests/browser
 
-test-monitoring: setup ## the alerts' rules under Prometheus' own checker (apt: prometheus)
+test-monitoring: setup ## each alert provoked under a real Prometheus (apt: prometheus; ten minutes)
 	@command -v promtool > /dev/null || { echo "this needs Prometheus: apt-get install prometheus"; exit 1; }
 	$(BIN)/pytest -m monitoring tests/monitoring
 

@@ -79,7 +79,7 @@ class Reports:
 
     def _glance(self) -> Hashable:
         relay = self._relay.status()
-        return self._outbox.healthy, relay.state, relay.degraded
+        return self._outbox.healthy, relay.state, relay.degraded, self._services.inbox.trouble()
 
 
 class Postroomd:

@@ -43,6 +43,7 @@ BEGINNING = """
 exec 2>&1
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 last=${EPOCHREALTIME/[.,]/}
+: > "$HOME/laps"
 lap() {  # notes in the file `laps` how many microseconds it is since the lap before, and what took them
     local now=${EPOCHREALTIME/[.,]/}
     echo "$((now - last)) $1" >> "$HOME/laps"

@@ -19,6 +19,7 @@ from broker.commands import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
 from pipeline.registry import Outcome
 from pipeline.runner import run_by_name
+from postroom._wire.words import counted
 
 KEPT = timedelta(days=30)
 
@@ -81,7 +82,7 @@ def test_the_orphan_check_gives_the_answer_of_the_sql_check(history: History, pi
     in_sql = run(check_in_sql(history.url, events_kept=KEPT))
     assert len(in_sql) == 9
     assert pipeline("orphan-check") == (
-        {each.kind: f"{each.rows} rows: {', '.join(map(str, each.examples))}" for each in in_sql},
+        {each.kind: f"{counted(each.rows, 'row')}: {', '.join(map(str, each.examples))}" for each in in_sql},
         True,
     )
 

@@ -130,4 +130,4 @@ async def test_the_command_ends_with_1_on_a_violation_and_0_without(
     await postgres.execute("DELETE FROM mesh.topic_message")
     code, output = await check()
     assert code == 1
-    assert "dedupe_without_message: 1 rows" in output
+    assert "dedupe_without_message: 1 row, " in output
