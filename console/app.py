@@ -110,7 +110,9 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
     except web.HTTPException as error:
         if error.status < HTTPStatus.BAD_REQUEST:
             raise
-        sentence = f"{request.method} {request.path[:200]}: {error.reason}"
+        missing = error.status == HTTPStatus.NOT_FOUND
+        path = request.path[:200]
+        sentence = f"there is no page {path}" if missing else f"{request.method} {path}: {error.reason}"
         code = HTTPStatus(error.status).name.lower()
         return page(request, "problem.html", status=error.status, sentence=sentence, code=code)
 

@@ -177,5 +177,6 @@ async def test_what_is_static_is_kept_under_its_version(admin: Any) -> None:
 async def test_what_is_not_there_is_said_on_a_page(admin: Any) -> None:
     page = await admin.open("/nothing")
     assert (page.status, "<h1>That did not work</h1>" in page.text) == (404, True)
+    assert "there is no page /nothing" in page.text
     page = await admin.submit("/messages")
     assert (page.status, "<h1>" in page.text) == (405, True)
