@@ -524,11 +524,12 @@ class _Telling:
             self.more |= bool(self.published)
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
-        pauses = {info.name: pause for infos in streams.values() for info in infos if (pause := pause_of(info))}
+        durables = {info.name: info for infos in streams.values() for info in infos}
         for step, consumer in self._takers.items():
-            if (pause := pauses.get(consumer)) is not None:
+            info = durables.get(consumer)
+            if info is not None and (pause := pause_of(info)) is not None:
                 why = f"{self.waits[step].why}; paused by {pause.by} because: {pause.reason}"
-                self._wait(self.steps[step], why, resuming(consumer))
+                self._wait(self.steps[step], why, resuming(f"{info.stream_name}/{consumer}"))
 
     async def _tell_takers(self, js: JetStreamContext, place: _Published, consumers: Iterable[ConsumerInfo]) -> None:
         wanting = [info for info in consumers if wants(info, place.subject, place.at)]

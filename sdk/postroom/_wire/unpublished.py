@@ -206,12 +206,12 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         stopped = (self.waiting or self.in_hand) and not self.asks and (still or not self.in_hand)
         if self.paused is not None or stopped:
             what = f"{self.waiting} waiting, {self.in_hand} in hand, {self.state}"
-            help_ = f"postroom consumer show {self.consumer}" if self.paused_by is None else resuming(self.consumer)
+            help_ = f"postroom consumer show {self.consumer}" if self.paused_by is None else resuming(self.id)
             yield Trouble(f"consumer {self.consumer}", what, help_, "look")
 
 
 def resuming(consumer: str) -> str:
-    """Return the command that lets a consumer go on after an operator's pause."""
+    """Return the command that lets a consumer, as `STREAM/NAME`, go on after an operator's pause."""
     return f"postroom consumer resume {consumer} --reason 'it was paused'"
 
 

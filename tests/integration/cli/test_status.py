@@ -228,7 +228,7 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     pause = office.user.run("consumer", "pause", "books", "--reason", "it books twice")
     assert (pause.code, pause.out) == (0, "DEMO_EVENTS/books paused\n")
     paused = "1 waiting, 0 in hand, paused by administrator: it books twice"
-    remedy = "postroom consumer resume books --reason 'it was paused'"
+    remedy = "postroom consumer resume DEMO_EVENTS/books --reason 'it was paused'"
     assert troubles(office.user.run("status", "--json"))["consumer books"] == ("look", paused, remedy)
     assert "paused by administrator: it books twice" in office.user.run("consumer", "show", "books").out
     again = office.user.run("consumer", "pause", "DEMO_EVENTS/books", "nobody", "--reason", "again")

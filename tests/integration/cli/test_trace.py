@@ -518,7 +518,7 @@ def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer:
     waits = {wait["step"]: wait for story in ("asleep", "waiting") for wait in consumer.story(story)["waits"]}
     for step, name in ((taken["id"], "sleepy"), (handled["id"], "counting")):
         assert waits[step]["why"].endswith("; paused by administrator because: it does harm")
-        assert waits[step]["help"] == f"postroom consumer resume {name} --reason 'it was paused'"
+        assert waits[step]["help"] == f"postroom consumer resume DEMO_EVENTS/{name} --reason 'it was paused'"
         assert consumer.user.shell(waits[step]["help"]).code == 0
     (wait,) = consumer.story("asleep")["waits"]
     assert (wait["help"], "paused by" in wait["why"]) == ("postroom consumer show sleepy", False)
