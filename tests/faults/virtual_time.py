@@ -178,7 +178,7 @@ class End(asyncio.Transport):
         self._context.copy().run(protocol.connection_made, self)
 
     def write(self, data: Any) -> None:
-        if not (self._closing or self._cut or (self._life is not None and self._life.over)):
+        if data and not (self._closing or self._cut or (self._life is not None and self._life.over)):
             self._network.carry(self, bytes(data))
 
     def send(self, data: bytes, when: float) -> float:
