@@ -102,7 +102,7 @@ class _Load:
         self._may_post.clear()
         while self._under_way:  # noqa: ASYNC110 - a few milliseconds
             await asyncio.sleep(0.01)
-        connection = await asyncpg.connect(self._running.database_url)
+        connection = await asyncpg.connect(self._running.database_url, user="postgres")  # who may checkpoint
         await connection.execute(_QUERIES["empty"])
         await connection.execute(_QUERIES["checkpoint"])
         await connection.close()
