@@ -27,6 +27,7 @@ from postroom._wire.unpublished import (
     Pause,
     Redriven,
     SourcePage,
+    redriven,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume, with_past
@@ -183,14 +184,13 @@ class Sources:
                 until = until or await now(connection)
                 found, more = await redrive(connection, wanted, until=until, dry_run=asked.dry_run)
                 if not asked.dry_run:
-                    counts = ", ".join(f"{one.source} {one.messages:,}" for one in found)
                     await keep_log(
                         connection,
                         request[PRINCIPAL].actor,
                         verb,
                         SOURCES.name,
-                        f"published into {wanted.stream or 'any stream'} since {wanted.since.isoformat()}",
-                        outcome=f"{SOURCES.verbs[verb].done}: {counts}",
+                        wanted.key,
+                        outcome=redriven(found),
                         reason=asked.reason,
                     )
             cursor = until.isoformat() if more else None

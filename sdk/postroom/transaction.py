@@ -278,11 +278,7 @@ def _put(connection: Any, query: str, values: Values) -> Any:
     driver = driver_of(connection)
 
     async def put() -> UUID:
-        if not await driver.in_transaction():
-            sentence = (
-                "an event belongs to a transaction that the caller commits, and this connection is in none: begin one"
-            )
-            raise PostroomError.of("no_transaction", sentence)
+        await _check_transaction(driver)
         (id_,) = await _ask(driver, query, values)
         return UUID(id_)
 
@@ -291,7 +287,7 @@ def _put(connection: Any, query: str, values: Values) -> Any:
 
 async def _check_transaction(driver: Driver) -> None:
     if not await driver.in_transaction():
-        sentence = "this has to commit with what it is of, in a transaction, and this connection is in none: begin one"
+        sentence = "this belongs to a transaction that the caller commits, and this connection is in none: begin one"
         raise PostroomError.of("no_transaction", sentence)
 
 

@@ -5,7 +5,7 @@ The rules begin at docs/contract/delivery.md#delivery-24. Operators of every mes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final
 
@@ -108,6 +108,11 @@ class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     stream: str | None = None
     confirmed: bool = False
 
+    @property
+    def key(self) -> str:
+        """What the log has a redrive under."""
+        return f"published into {self.stream or 'any stream'} since {self.since.isoformat()}"
+
 
 class Redriven(msgspec.Struct, frozen=True):
     """How many messages of one source are published again, or would be."""
@@ -134,6 +139,11 @@ SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redri
     reads="broker_look",
     changes="broker_repair",
 )
+
+
+def redriven(parts: Iterable[Redriven]) -> str:
+    """Say what a redrive has done, for the log: `published again: events 2, letters 0`."""
+    return f"{SOURCES.verbs['redrive'].done}: {', '.join(f'{one.source} {one.messages:,}' for one in parts)}"
 
 
 class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -199,7 +199,7 @@ async def test_an_operator_has_what_an_application_emitted_published_again(shop:
     epochs = "SELECT array_agg(epoch ORDER BY position) FROM postroom.outbox_events WHERE published_at IS NULL"
     assert await fetch(owner_of(shop), epochs) == [1, 1, 0]
     (line,) = (await run("log", "--at", "broker", "--verb", "redrive", "--json", **there)).json
-    assert (line["outcome"], line["reason"]) == ("2 events, 0 letters published again", "a lost stream")
+    assert (line["outcome"], line["reason"]) == ("published again: events 2, letters 0", "a lost stream")
 
 
 async def test_a_database_without_an_outbox_has_nothing_to_see(database_url: str) -> None:

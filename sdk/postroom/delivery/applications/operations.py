@@ -20,6 +20,7 @@ from postroom._wire.unpublished import (
     Redriven,
     RefusedFilter,
     SourcePage,
+    redriven,
 )
 from postroom.chassis.postgres import Connection, acting, check_version, connected
 from postroom.delivery.applications import INSTALL, ROOMS
@@ -83,10 +84,7 @@ class Application:
                 found, more = await redrive(self._connection, wanted, until=until, dry_run=dry_run, tables=_TABLES)
                 done += found
                 if not dry_run:
-                    counts = ", ".join(f"{one.messages} {one.source}" for one in found)
-                    key = f"published into {wanted.stream or 'any stream'} since {wanted.since.isoformat()}"
-                    outcome = f"{counts} {SOURCES.verbs['redrive'].done}"
-                    await self._keep_log("redrive", SOURCES.name, key, outcome, reason)
+                    await self._keep_log("redrive", SOURCES.name, wanted.key, redriven(found), reason)
         return Result(dry_run=dry_run, done=done, failed=[])
 
     async def log(self, query: LogQuery) -> LogPage:
