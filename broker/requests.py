@@ -67,5 +67,5 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             field, sentence = where(error)
             raise InvalidMessage.of("invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            sentence = f"the body is not what this route takes: {error}; /v1/openapi.json says what it must be"
+            sentence = f"the body is not what this route takes: {error}; GET /openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error

@@ -177,12 +177,12 @@ def redrive(
         counts = Counter[str]()
 
         async def at_broker(client: BrokerClient) -> Result[unpublished.Redriven]:
-            total = Result[unpublished.Redriven](dry_run=dry, done=[], failed=[])
+            whole = Result[unpublished.Redriven](dry_run=dry, done=[], failed=[])
             async for part in client.changes(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry):
-                total.done += part.done
-                messages = sum(one.messages for one in total.done)
+                whole.done += part.done
+                messages = sum(one.messages for one in whole.done)
                 show(messages, counted(messages, "message"))
-            return total
+            return whole
 
         with progress(total, as_json=as_json) as show:
             result = place.ask(at_broker, lambda own: own.redrive(meant, reason=why, dry_run=dry), timeout=SECONDS)
