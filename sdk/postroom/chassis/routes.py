@@ -129,7 +129,7 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        sentence = f"the query string is not valid: {sentence}; correct it"
+        sentence = f"the query string is not valid: {sentence}; check it"
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
 
 
