@@ -12,7 +12,6 @@ import asyncio
 import shutil
 from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -22,7 +21,7 @@ import structlog
 from broker_client import BrokerLink, Relay, report_ends
 from broker_client.answers import Outcome
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
-from daemon.metrics import expose
+from daemon.metrics import Metrics
 from daemon.receiver import Receiver
 from ipc.control import health_of
 from ipc.destinations import DestinationRule
@@ -149,16 +148,15 @@ class Postroomd:
                 inbox_settings=config.inbox,
                 mesh=config.mesh,
                 version=version("postroom-server"),
-                expose=partial(
-                    expose,
-                    counters,
-                    outbox,
-                    relay,
-                    receiver,
+                expose=Metrics(
+                    counters=counters,
+                    outbox=outbox,
+                    relay=relay,
+                    receiver=receiver,
                     clock=link.clock,
                     max_bytes=config.outbox.max_bytes,
                     state=state,
-                ),
+                ).expose,
                 limits=config.limits,
                 policy=Policy(config.socket.allow_uids, config.socket.operators),
                 counters=counters,

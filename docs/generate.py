@@ -27,7 +27,7 @@ from console.config import PREFIX as CONSOLE_PREFIX
 from console.config import ConsoleConfig
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
-from daemon.metrics import families
+from daemon.metrics import Metrics as DaemonMetrics
 from daemon.receiver import FilingCounters
 from ipc import routes as daemon
 from ipc.services import Counters
@@ -370,7 +370,16 @@ async def _of_daemon() -> list[Metric]:
     clock = SimpleNamespace(ahead_ms=0)
     with tempfile.TemporaryDirectory() as state:
         async with await Outbox.open(Path(state), OutboxSettings()) as outbox:
-            return await families(Counters(), outbox, relay, receiver, clock=clock, max_bytes=0, state=Path(state))
+            found = DaemonMetrics(
+                counters=Counters(),
+                outbox=outbox,
+                relay=relay,
+                receiver=receiver,
+                clock=clock,
+                max_bytes=0,
+                state=Path(state),
+            )
+            return await found.families()
 
 
 def _of_broker() -> Iterable[Metric]:
