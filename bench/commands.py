@@ -48,8 +48,8 @@ async def idle(place: Path, scale: float, _results: Results) -> AsyncIterator[Me
         handler(place, Handled(place)) as (url, _),
         consumer(place, environment, url) as pid,
     ):
-        rows = [json.loads(line) for line in _run(environment, "status", "--json").splitlines()]
-        meter = Meter({row["process"]: row["pid"] for row in rows} | {"consumer": pid})
+        told = [json.loads(line) for line in _run(environment, "status", "--json").splitlines()]
+        meter = Meter({one["process"]: one["pid"] for one in told if "process" in one} | {"consumer": pid})
         await asyncio.sleep(_SETTLE_SECONDS * scale)
         cpu, wakeups = meter.cpu(), meter.wakeups()
         await asyncio.sleep(seconds)

@@ -50,17 +50,17 @@ async def console(place: Path, scale: float, _results: Results) -> AsyncIterator
         with program(place / "console.log", "console", environment=settings) as process:
             await_http(f"{url}/login")
             await _log_in(browser, url, running.admin)
-            meter = Meter({"console": process.pid, **running.parts})
+            meter, seconds = Meter({"console": process.pid, **running.parts}), _WINDOW_SECONDS * scale
             for pair in range(max(2, round(_PAIRS * scale))):
                 rates: dict[bool, float] = {}
                 for with_pages in (False, True) if pair % 2 else (True, False):
                     async with _open_pages(browser, url, _PAGES if with_pages else 0):
                         await asyncio.sleep(_SETTLE_SECONDS)
                         before = meter.cpu()
-                        rates[with_pages] = await load.rate(_WINDOW_SECONDS)
+                        rates[with_pages] = await load.rate(seconds)
                         used = meter.cpu()["console"] - before["console"]
                     if with_pages:
-                        yield Measure("the console: CPU", 100 * used / _WINDOW_SECONDS, "% of a core")
+                        yield Measure("the console: CPU", 100 * used / seconds, "% of a core")
                 await load.empty()
                 yield Measure("without pages", rates[False], "/s")
                 yield Measure("with ten pages, of without", rates[True] / rates[False], "x")
