@@ -330,6 +330,22 @@ async def test_a_delivery_whose_number_is_another_messages_is_published_again(
     await link.close()
 
 
+async def test_a_delivery_reads_one_id_though_its_plan_was_made_when_there_were_none(accepting: Accepting) -> None:
+    """A kept plan that joins by the mesh alone would read every id of it, for each delivery."""
+    fetched = "SELECT idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'client_message_dedupe'"
+    async with accepting.pool.acquire() as connection:
+        for count in (1, 100):
+            await accepting.send(*({"to": "dm:alice", "body": str(number)} for number in range(count)))
+            async with connection.transaction():
+                found = await connection.fetch(DELIVERIES.queries["claim_aggregates"], DELIVERIES.lowest, 10)
+                mine = [row["aggregate"] for row in found]
+                (bounds,) = await connection.fetch(DELIVERIES.queries["horizon"], mine)
+                before = await connection.fetchval(fetched)
+                rows = await connection.fetch(DELIVERIES.queries["claim"], mine, 500, 2**20, *bounds)
+                assert await connection.fetchval(fetched) - before == len(rows)
+    assert len(rows) == 1 + 100
+
+
 def deliveries(accepting: Accepting) -> PostgresSource:
     return PostgresSource(accepting.pool, DELIVERIES, RecordSettings())
 

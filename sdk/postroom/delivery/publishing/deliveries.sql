@@ -26,7 +26,8 @@ FROM mesh.history_horizon(ARRAY(SELECT DISTINCT mesh_id FROM mesh.member WHERE i
 -- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least), within the
 -- horizon $4 to $6: beyond it a lower number may still be committed, which is to be published first. A row that was changed
 -- is behind the oldest transaction until that ends, and holds up what is behind it. Each row is looked up by itself, as in
--- events.sql.
+-- events.sql, and a message by all of its keys: its plan is often made while the tables are empty, and kept, and without one
+-- of them it would read the ids of the whole mesh for each message.
 WITH oldest AS MATERIALIZED (
   SELECT following.*
   FROM unnest($1::integer[]) AS claimed (recipient_id), LATERAL (
@@ -51,8 +52,12 @@ WITH oldest AS MATERIALIZED (
 ), page AS (
   SELECT locked.place, locked.epoch, locked.publish_attempts, locked.recipient_id, member.name AS recipient, message.*
   FROM locked JOIN mesh.member ON member.id = locked.recipient_id, LATERAL (
+    SELECT client_message_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = locked.mesh_id AND history.history_id = locked.history_id LIMIT 1
+  ) AS known, LATERAL (
     SELECT * FROM mesh.message
-    WHERE message.mesh_id = locked.mesh_id AND message.history_id = locked.history_id LIMIT 1
+    WHERE message.mesh_id = locked.mesh_id AND message.history_id = locked.history_id
+      AND message.client_message_id = known.client_message_id LIMIT 1
   ) AS message
 ), measured AS (
   SELECT page.*, sum(octet_length(body)) OVER (ORDER BY history_id, recipient_id) - octet_length(body) AS bytes_before
