@@ -35,6 +35,7 @@ from postroom._wire.retry import Backoff, read_date, read_retry_after
 from postroom._wire.sends import MAX_ENDED, EndedRows
 from postroom.chassis.config import MASK
 from postroom.chassis.logs import clean
+from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError, Problem, error_for
 
 T = TypeVar("T")
@@ -311,4 +312,4 @@ async def report_ends(outbox: Outbox, link: BrokerLink) -> None:
             await asyncio.sleep(_PAUSES.seconds(failures, rng.random))
         else:
             failures = 0
-            await asyncio.sleep(0 if len(rows) == MAX_ENDED else _LOOK_SECONDS)
+            await asyncio.sleep(0 if len(rows) == MAX_ENDED else in_step(_LOOK_SECONDS))

@@ -205,14 +205,15 @@ class Postroomd:
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return what has to run for as long as the daemon lives, by name."""
         receiving = {} if self.receiver is None else {"inbox": self.receiver.run()}
+        scrapes = {} if self.config.metrics.listen_port is None else {"scrapes": self.page.sweep()}
         return {
             **receiving,
+            **scrapes,
             "relay": self.relay.run(),
             "comparison": self.relay.comparison.run(),
             "outbox": self.outbox.run_until_failure(),
             "pruning": self.outbox.prune_by_age(),
             "connections": self.server.sweep(),
-            "scrapes": self.page.sweep(),
             "watchdog": answer_watchdog(self.outbox),
             "reports": self.reports.run(),
             "ends": report_ends(self.outbox, self.link),

@@ -23,7 +23,7 @@ from postroom._wire.administration import HistoryMessage, HistoryQuery
 from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
-from postroom.chassis.runtime import end
+from postroom.chassis.runtime import end, in_step
 from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Settle
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.nats import connect
@@ -187,7 +187,7 @@ class Receiver:
         """Raise once the file has failed, or the token speaks for somebody else."""
         while not inbox.failed.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(in_step(_LOOK_SECONDS)):
                     await inbox.failed.wait()
             if self._member is not None and self._member != await self._whom():
                 raise unavailable("the broker's token now belongs to another member")

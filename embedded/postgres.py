@@ -35,6 +35,8 @@ _SETTINGS = {
     "max_logical_replication_workers": "0",
     "max_wal_size": "1GB",
     "checkpoint_timeout": "15min",
+    "wal_writer_delay": "1s",  # it and the next wake that often, also where there is little to do
+    "bgwriter_delay": "1s",
     "random_page_cost": "1.1",
     "jit": "off",
     "timezone": "UTC",

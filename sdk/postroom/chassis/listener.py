@@ -39,6 +39,7 @@ from aiohttp.web_protocol import RequestHandler
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
+from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError, Problem
 
 MAX_PATH_BYTES: Final = 107  # sockaddr_un.sun_path holds 108 with its closing NUL
@@ -308,7 +309,7 @@ class TimedServer(web.Server):
     async def sweep(self) -> None:
         """Drop connections whose deadline has passed, once a second, for ever; few at a time."""
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(in_step(SWEEP_SECONDS))
             now = self._running_loop.time()
             connections = cast("list[TimedConnection]", self.connections)
             for start in range(0, len(connections), _SWEPT_AT_ONCE):

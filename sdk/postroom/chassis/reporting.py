@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
+from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError
 
 _GLANCE_SECONDS: Final = 1.0  # between two looks at what can be seen without asking anybody
@@ -57,6 +58,6 @@ async def keep_reporting(
         with suppress(PostroomError):
             await tell(await look())
         for _ in range(round(REPORT_SECONDS / _GLANCE_SECONDS)):
-            await asyncio.sleep(_GLANCE_SECONDS)
+            await asyncio.sleep(in_step(_GLANCE_SECONDS))
             if glance() != seen:
                 break

@@ -31,6 +31,7 @@ _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dr
 _log = structlog.get_logger(__name__)
 _CLEAN_UP_SECONDS: Final = 5.0  # that a task may take to end when it is cancelled
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
+_STEP_SECONDS: Final = 0.5
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -120,6 +121,15 @@ async def answer_watchdog(interval: float) -> None:
     while True:
         notify("WATCHDOG=1", patience=0)
         await asyncio.sleep(interval)
+
+
+def in_step(seconds: float) -> float:
+    """Return about `seconds`, so that all who wait by it wake at the same moments: an idle process sleeps longer then.
+
+    It is never more, and less than half a second less.
+    """
+    now = asyncio.get_running_loop().time()
+    return seconds if seconds < _STEP_SECONDS else (now + seconds) // _STEP_SECONDS * _STEP_SECONDS - now
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:

@@ -23,6 +23,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.words import counted
+from postroom.chassis.runtime import in_step
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
@@ -98,7 +99,7 @@ class Pull:
             if self.sure:
                 await self._ask(inbox)
                 await self._watch()
-                await self._pause(TICK_SECONDS)
+                await self._pause(in_step(TICK_SECONDS))
             elif not await self._look():
                 await self._pause(RETRY_SECONDS)
         await self.stop()  # whoever runs it closes the connection then

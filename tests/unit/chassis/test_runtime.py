@@ -6,7 +6,7 @@ import pytest
 
 from postroom.chassis import runtime
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.runtime import run_until_stopped, stop_on_signals
+from postroom.chassis.runtime import in_step, run_until_stopped, stop_on_signals
 
 
 async def forever(ended: list[str]) -> None:
@@ -81,3 +81,14 @@ async def test_a_signal_sets_the_stop_event(number):
     stop_on_signals(stop)
     os.kill(os.getpid(), number)
     await asyncio.wait_for(stop.wait(), 10)
+
+
+async def test_those_who_wait_in_step_wake_together_and_none_late():
+    loop = asyncio.get_running_loop()
+    for seconds in (0.5, 1.0, 10.0):
+        waited = in_step(seconds)
+        halves = (loop.time() + waited) * 2
+        assert 0 < waited <= seconds
+        assert halves == pytest.approx(round(halves), abs=0.01)
+        await asyncio.sleep(0.001)
+    assert in_step(0.01) == 0.01

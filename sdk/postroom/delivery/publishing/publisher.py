@@ -33,6 +33,7 @@ import structlog
 
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.runtime import in_step
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.source import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.publishing.streams import read_holes
@@ -129,7 +130,7 @@ class Publisher:
                 pause, moved, pausing = _TROUBLE_SECONDS, 0, self._stop  # waking it changes nothing
             if moved < _MANY:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(pausing.wait(), pause)
+                    await asyncio.wait_for(pausing.wait(), in_step(pause))
                 if moved and (early := began + self._apart - clock()) > 0:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._stop.wait(), early)

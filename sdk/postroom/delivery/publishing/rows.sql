@@ -41,6 +41,10 @@ SELECT aggregate, pg_try_advisory_xact_lock(:lock) AS claimed,
   (SELECT set_config('plan_cache_mode', 'force_generic_plan', true)) AS plans
 FROM due;
 
+-- name: waits
+-- Whether anything is unpublished: one index probe.
+SELECT EXISTS (SELECT FROM :table AS item WHERE item.published_at IS NULL AND NOT :ended);
+
 -- name: mark_published
 -- Notes where the server put the rows $1: streams $2, their creations $3 and the numbers in them $4. What was noted under
 -- one of these numbers before is lost, since the stream gave its number away: it is published again, unless it is settled,

@@ -111,6 +111,22 @@ async def test_an_aggregate_that_one_publisher_holds_is_left_alone_by_another(of
     await asyncio.gather(first.stop(), second.stop())
 
 
+async def test_a_look_where_nothing_waits_begins_no_transaction_and_the_next_finds_what_came(office: Any) -> None:
+    await office.add_stream()
+    publisher, asked = office.publisher(), list[str]()
+    moved = [await publisher.step()]
+    async with office.pool.acquire() as connection:  # the next to ask has the same one
+        connection.add_query_logger(lambda query: asked.append(query.query))
+    moved.append(await publisher.step())
+    begun = [query for query in asked if "BEGIN" in query]
+    await office.emit()
+    moved.append(await publisher.step())
+    await publisher.stop()
+    assert moved == [0, 0, 1]
+    assert begun == []
+    assert any("BEGIN" in query for query in asked)
+
+
 async def test_an_event_without_a_stream_holds_up_its_own_aggregate_and_no_other(office: Any, running: Any) -> None:
     await office.add_stream()
     before = await office.emit("a")
