@@ -34,7 +34,7 @@ from postroom.errors import error_for
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.claims.model import Row
+    from postroom.claims import Row
     from postroom.once import Scope, Store
 
 T = TypeVar("T")

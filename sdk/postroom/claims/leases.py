@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from postroom._wire.retry import Backoff
-from postroom.claims.model import Claim
+from postroom.claims import Claim
 
 _RENEWALS: Final = 3  # in the length of a lease, so that one may fail
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import asyncpg
 
 from postroom._wire.sql import load_queries
-from postroom.claims.model import (
+from postroom.claims import (
     Claim,
     Dead,
     Done,

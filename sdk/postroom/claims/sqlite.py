@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Protocol, TypeVar
 
 from postroom._wire.sql import load_queries
-from postroom.claims.model import (
+from postroom.claims import (
     Claim,
     Dead,
     Done,

@@ -29,7 +29,7 @@ from nats.js import JetStreamContext
 from postroom._wire.programs import LATENCIES
 from postroom._wire.retry import Backoff, tell
 from postroom.chassis.routes import Histogram
-from postroom.claims.model import DONE, Dead, Done, Later, Outcome
+from postroom.claims import DONE, Dead, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of

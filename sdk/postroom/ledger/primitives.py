@@ -21,7 +21,7 @@ import asyncpg
 from postroom._wire.digits import GuidLedger, decode_guid, render
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.claims.model import Claim, Key
+from postroom.claims import Claim, Key
 from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 
 QUERIES: Final = load_queries("postroom.ledger")

@@ -16,8 +16,7 @@ import structlog
 
 from postroom._wire.retry import tell
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
-from postroom.claims import leases
-from postroom.claims.model import Claim
+from postroom.claims import Claim, leases
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Context, Flow, InvalidFlow
 from postroom.ledger.errors import Fault, LeaseLost

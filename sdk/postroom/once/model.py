@@ -16,8 +16,8 @@ from typing import Final, Protocol, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries
-from postroom.claims.model import Claim as Run
-from postroom.claims.model import Claims, Done, Held, Key, Result, Row, Table
+from postroom.claims import Claim as Run
+from postroom.claims import Claims, Done, Held, Key, Result, Row, Table
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
 
 __all__ = ["Begun", "Done", "Held", "KeyHeld", "LeaseLost", "Result", "Run", "Scope", "Store"]

@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from postroom._wire.once import KeyState
 from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
-from postroom.claims import leases
-from postroom.claims.model import Dead, Ended, Later
+from postroom.claims import Dead, Ended, Later, leases
 from postroom.errors import Conflict, InvalidMessage, PostroomError
 from postroom.once.model import (
     MAX_ERROR,

@@ -16,7 +16,7 @@ from support.databases import migrated_database
 
 from embedded import EmbeddedPostgres
 from postroom.chassis.postgres import migrate
-from postroom.claims.model import DONE, Claim, Claims, Dead, Done, Ended, Held, Key, Later, Result
+from postroom.claims import DONE, Claim, Claims, Dead, Done, Ended, Held, Key, Later, Result
 from postroom.delivery import ROOM
 from postroom.delivery.http.inbox_messages import InboxMessages, open_inbox_pool
 from postroom.once.postgres import PostgresStore

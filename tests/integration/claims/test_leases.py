@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.waiting import until
 
+from postroom.claims import Claim
 from postroom.claims.leases import LeaseLost, Leases
-from postroom.claims.model import Claim
 
 LEASE = 0.3
 

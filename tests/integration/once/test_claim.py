@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from postroom.claims.model import Ended, Key
+from postroom.claims import Ended, Key
 from postroom.errors import Unavailable
 from postroom.once import Done, Held, KeyHeld, LeaseLost, Registry, Result, Run, Scope
 from postroom.once.model import state_of

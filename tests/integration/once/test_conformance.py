@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from postroom._wire.once import KeysQuery
-from postroom.claims.model import MAX_RESULT
+from postroom.claims import MAX_RESULT
 from postroom.errors import Conflict, InvalidMessage
 from postroom.once import Done, Held, LeaseLost, Registry, Result, Run, Scope, open_registry
 from postroom.once.model import MAX_ERROR

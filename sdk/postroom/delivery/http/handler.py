@@ -35,8 +35,8 @@ from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
 from postroom.chassis.routes import Histogram
+from postroom.claims import Claim, Held
 from postroom.claims.leases import LeaseLost
-from postroom.claims.model import Claim, Held
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
 from postroom.delivery.http.client import HandlerClient, judge
 from postroom.delivery.http.inbox_messages import InboxMessages

@@ -25,8 +25,8 @@ from nats.js.errors import NotFoundError
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms, rest_since
+from postroom.claims import Claim, Ended, Outcome, State, Table
 from postroom.claims.leases import Leases
-from postroom.claims.model import Claim, Ended, Outcome, State, Table
 from postroom.claims.postgres import PostgresClaims
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import ACK_TIMEOUT

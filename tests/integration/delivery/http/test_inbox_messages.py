@@ -14,7 +14,7 @@ from support.http_consumers import Inbox
 from support.jetstream import QUICK, Context
 
 from postroom.chassis.postgres import REFUSED, migrate
-from postroom.claims.model import Claim, Held
+from postroom.claims import Claim, Held
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import DONE, Attempts, Dead, Done, Later, Outcome
 from postroom.delivery.http.client import HandlerClient
