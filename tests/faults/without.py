@@ -63,7 +63,7 @@ def fence() -> None:
     """Commit a step's effect although its lease is another's, and let no lost lease end a handler."""
     from postroom.ledger import legs
     from postroom.ledger.errors import Fault
-    from postroom.ledger.step import StepTransaction
+    from postroom.ledger.legs import StepTransaction
 
     conclude = StepTransaction.conclude
 

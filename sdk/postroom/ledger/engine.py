@@ -28,9 +28,8 @@ from postroom.chassis.postgres import Connection, Pool
 from postroom.chassis.runtime import load_named
 from postroom.flow import Flow, InvalidFlow, check_flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
-from postroom.ledger.legs import run_leg1, run_leg2
+from postroom.ledger.legs import HandlerFailed, Running, most_attempts, run_leg1, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
-from postroom.ledger.step import HandlerFailed, Running, most_attempts
 from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)

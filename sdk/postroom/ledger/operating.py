@@ -2,6 +2,8 @@
 
 And what the ledgers know of one message, whose id an operator found in a log.
 
+What an activity is called that they are shown follows from its ledger (`state_of`; docs/jobs.md draws the states).
+
 Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
 it is done: after `cancel_job` has returned, no step of the job commits.
 """
@@ -10,22 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 import asyncpg
 import msgspec
 
-from postroom._wire.digits import LEG1_COMPLETE, decode_activity, is_set, render
+from postroom._wire.digits import (
+    ENTRIES,
+    LEG1_ATTEMPT,
+    LEG1_COMPLETE,
+    LEG2_ENTRY,
+    MOST_LEG1_ATTEMPTS,
+    MOST_LEG2_ENTRIES,
+    decode_activity,
+    is_set,
+    render,
+)
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
-from postroom.ledger.states import Progress, enter_leg1, enter_leg2, state_of
 
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
+ENDED: Final = ("completed", "failed", "cancelled")  # states of a job
 _NOT_FAILED: Final = {
     "running": "it is running: there is nothing to retry",
     "closed": "every step is done, and its completion tasks are running",
@@ -277,3 +289,51 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
 def missing(job: UUID) -> NotFound:
     """Say that there is no such job."""
     return NotFound.of("job_missing", f"there is no job {job}: `postroom jobs list` shows them")
+
+
+class Progress(NamedTuple):
+    """How far an activity is: its ledger, what it is owed and was given, and which of its messages are under way."""
+
+    ledger: int
+    answers_due: int = 1
+    answers_taken: int = 0
+    undone: int = 0  # messages that were entered, and whose step 2 is not done
+    closing: bool = False  # one of them closed the job, and its completion tasks are not done
+    failed: bool = False
+    unknown: bool = False  # a message of it was set aside, by a worker that does not have it
+
+
+def state_of(progress: Progress, job_state: str) -> str:
+    """Name the state of an activity of a job that is in `job_state`.
+
+    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`. What waits for a worker that
+    has the activity is `unknown`.
+    """
+    if progress.failed:
+        return "failed"
+    read = decode_activity(progress.ledger)
+    if not read.leg1_complete:
+        state = "asking" if read.leg1_attempts else "waiting"
+    elif progress.closing:
+        state = "completing"
+    elif progress.undone:
+        state = "working"
+    else:
+        state = "done" if progress.answers_taken >= progress.answers_due else "asked"
+    if job_state in ENDED:
+        return "done" if state == "done" else "stopped"
+    return "unknown" if progress.unknown else state
+
+
+def enter_leg1(activity: int) -> int:
+    """Count an attempt of leg 1 as the database does; the thousandth raises `Overflow`."""
+    if activity // LEG1_ATTEMPT >= MOST_LEG1_ATTEMPTS:
+        raise Overflow.of_leg1(render(activity))
+    return activity + LEG1_ATTEMPT
+
+
+def enter_leg2(activity: int) -> int:
+    """Count an entry into leg 2 as the database does; one more than 99,999,999 raises `Overflow`."""
+    if activity % ENTRIES >= MOST_LEG2_ENTRIES:
+        raise Overflow.of_leg2(render(activity))
+    return activity + LEG2_ENTRY

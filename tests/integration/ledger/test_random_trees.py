@@ -21,12 +21,11 @@ from support.ledgers import LEASE, Jobs, mark, seed_guid
 
 from postroom._wire import digits
 from postroom.flow import Context, Flow, Job, Step
-from postroom.ledger import states
+from postroom.ledger import operating
 from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
-from postroom.ledger.legs import run_leg1, run_leg2
+from postroom.ledger.legs import HandlerFailed, Running, run_leg1, run_leg2
 from postroom.ledger.primitives import Answer
-from postroom.ledger.step import HandlerFailed, Running
-from postroom.testing.crashes import Crash, Crashed, MortalWorker
+from postroom.testing.flows import Crash, Crashed, MortalWorker
 
 MOST_ACTIVITIES = 12
 ACTIVITIES = "SELECT id, ledger, answers_due, answers_taken FROM ledger.activity WHERE job_id = $1 ORDER BY id"
@@ -152,7 +151,7 @@ class Trees(RuleBasedStateMachine):
         complete = digits.is_set(before["ledger"], digits.LEG1_COMPLETE)
         after = before["ledger"]
         if state == "running" and crash != Crash(0, after=False):
-            after = states.enter_leg1(after)
+            after = operating.enter_leg1(after)
         if state == "running" and (crash is None or crash.commit > 1 or crash == Crash(1, after=True)):
             after = mark(after, digits.LEG1_COMPLETE)
         assert digits.render(after) == await self.jobs.activity(before["id"])
@@ -186,7 +185,7 @@ class Trees(RuleBasedStateMachine):
             return
         assert fault is None
         if crash != Crash(0, after=False):
-            entered = states.enter_leg2(before["ledger"])
+            entered = operating.enter_leg2(before["ledger"])
             ledger = (await self.guids())[key]
             ordinal = known.ordinal if known else digits.decode_guid(seed_guid(entered)).ordinal
             assert digits.decode_guid(ledger).ordinal == ordinal
