@@ -31,10 +31,9 @@ from postroom._wire.retry import Backoff
 from postroom.agent import Agent, Envelope, agent_name, check_agent, fill_subjects
 from postroom.delivery.agents.envelopes import ENTITY_ID, EXPECTED_VERSION
 from postroom.delivery.agents.outgoing import AgentCounters, StoreClaim, StoreSource, stored
-from postroom.delivery.agents.records import decode_record
 from postroom.delivery.agents.replay import replay
 from postroom.delivery.agents.runtime import AgentRuntime, database
-from postroom.delivery.agents.store import Owner, Store, read_events
+from postroom.delivery.agents.store import Owner, Store, decode_record, read_events
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.consumer import Attempts, Dead, Delivery, Done, Later, Outcome
 from postroom.delivery.message import MESSAGE_ID

@@ -9,7 +9,7 @@ import asyncio, os, sys
 from functools import partial
 from pathlib import Path
 from postroom.chassis import logs
-from postroom.delivery.agents.records import NO_HASH, next_hash
+from postroom.delivery.agents.store import NO_HASH, next_hash
 from postroom.delivery.agents.store import Changes, Event, Owner, Store, read_head
 from postroom.delivery.agents.store import durably
 

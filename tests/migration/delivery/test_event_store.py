@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from postroom.agent import Envelope
-from postroom.delivery.agents.records import NO_HASH, Record, encode_record, next_hash
-from postroom.delivery.agents.store import SCHEMA
+from postroom.delivery.agents.store import NO_HASH, SCHEMA, Record, encode_record, next_hash
 
 
 def migrated() -> sqlite3.Connection:

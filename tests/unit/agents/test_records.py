@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from postroom.agent import Envelope
 from postroom.delivery.agents.envelopes import after, later, to_microseconds
-from postroom.delivery.agents.records import (
+from postroom.delivery.agents.store import (
     NO_HASH,
     Record,
     canonical,

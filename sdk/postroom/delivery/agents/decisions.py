@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
 from postroom.delivery.agents.envelopes import digest, later
-from postroom.delivery.agents.records import Record, Role, with_payload
-from postroom.delivery.agents.store import Owner, Tried
+from postroom.delivery.agents.store import Owner, Record, Role, Tried, with_payload
 from postroom.delivery.subjects import command_subject, event_subject
 from postroom.errors import InvalidMessage
 

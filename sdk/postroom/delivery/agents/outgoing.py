@@ -27,8 +27,7 @@ import structlog
 from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
-from postroom.delivery.agents.records import decode_record, payload_of
-from postroom.delivery.agents.store import Losses, Mark, Store, Stored, durably
+from postroom.delivery.agents.store import Losses, Mark, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from postroom.delivery.nats import end_if_cancelled

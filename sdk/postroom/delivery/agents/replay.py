@@ -26,8 +26,20 @@ from postroom.chassis.ownership import this_user
 from postroom.chassis.sqlite import in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
-from postroom.delivery.agents.records import NO_HASH, Record, decode_record, next_hash
-from postroom.delivery.agents.store import QUERIES, Event, Head, Owner, Store, read_events, read_head, read_owner
+from postroom.delivery.agents.store import (
+    NO_HASH,
+    QUERIES,
+    Event,
+    Head,
+    Owner,
+    Record,
+    Store,
+    decode_record,
+    next_hash,
+    read_events,
+    read_head,
+    read_owner,
+)
 from postroom.delivery.agents.turns import open_turns
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 -- The event store of one agent: one SQLite file (docs/contract/delivery.md#delivery-55).
 --
---   * `event` never changes. `record` is canonical JSON (sdk/postroom/delivery/agents/records.py), and the other columns but the hash
+--   * `event` never changes. `record` is canonical JSON (sdk/postroom/delivery/agents/store.py), and the other columns but the hash
 --     are read out of it, so that nothing can stand beside it and say something else.
 --   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
 --     out because of it follows in the same transaction: what the agent emitted, and what the runtime reported.
