@@ -2,9 +2,8 @@
 
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
 from postroom.delivery.publishing.publisher import CHANNEL, Bell, Publisher, PublisherCounters
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publishing.record import Record, WorkQueues
 from postroom.delivery.publishing.source import Source
-from postroom.delivery.publishing.work_queues import WorkQueues
 
 __all__ = [
     "CHANNEL",

@@ -17,10 +17,9 @@ import pytest
 
 from postroom.agent import Envelope
 from postroom.delivery.agents.outgoing import AgentCounters, StoreClaim, StoreSource, stored
-from postroom.delivery.agents.records import NO_HASH, encode_record, next_hash
-from postroom.delivery.agents.records import Record as Event
-from postroom.delivery.agents.store import Changes, Owner, Store
+from postroom.delivery.agents.store import NO_HASH, Changes, Owner, Store, encode_record, next_hash
 from postroom.delivery.agents.store import Event as StoredEvent
+from postroom.delivery.agents.store import Record as Event
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.publishing import (
     EVENTS,
@@ -28,7 +27,7 @@ from postroom.delivery.publishing import (
     Publisher,
     Record,
     WorkQueues,
-    work_queues,
+    record,
 )
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.source import Outgoing, Place, Source
@@ -193,7 +192,7 @@ async def form(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Form]:
-    monkeypatch.setattr(work_queues, "_TOLD_SECONDS", 0)
+    monkeypatch.setattr(record, "_TOLD_SECONDS", 0)
     async with AsyncExitStack() as stack:
         form: Form = request.param(office, settings)
         await form.open(stack, tmp_path)

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
 from postroom.delivery.publishing import EVENTS, WorkQueues
-from postroom.delivery.publishing import work_queues as module
+from postroom.delivery.publishing import record as module
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.operations import redrive
 from postroom.delivery.publishing.postgres import now
