@@ -12,7 +12,7 @@ from cli.noun import TokenFile, Url
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.delivery.applications.operations import Application
+    from postroom.delivery.applications import Application
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Place(NamedTuple):
             return with_broker(self.url, self.token_file, broker, timeout=timeout)
         import asyncio  # noqa: PLC0415
 
-        from postroom.delivery.applications.operations import open_application  # noqa: PLC0415
+        from postroom.delivery.applications import open_application  # noqa: PLC0415
 
         async def run() -> T:
             async with open_application(database) as application:

@@ -401,7 +401,7 @@ def install(
     """  # noqa: D301 - \b: as it stands
     import asyncio  # noqa: PLC0415
 
-    from postroom.delivery.applications.installation import install as install_there  # noqa: PLC0415
+    from postroom.delivery.applications import install as install_there  # noqa: PLC0415
 
     if database is None:
         raise Fatal(Exit.USAGE, "name the application's database: --database, or POSTROOM_OUTBOX_DATABASE_URL")

@@ -10,7 +10,7 @@ from typing import Any
 import asyncpg
 
 from embedded import EmbeddedPostgres
-from postroom.delivery.applications.installation import install
+from postroom.delivery.applications import install
 
 _numbers = count(1)
 _ROLE = "&options=-c%20role%3D"

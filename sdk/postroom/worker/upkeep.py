@@ -18,7 +18,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.delivery.applications.installation import know_meshes
+from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable

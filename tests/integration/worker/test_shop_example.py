@@ -25,7 +25,7 @@ from broker.database import QUERIES, migrate
 from cli.stack.programs import choose_port
 from embedded import EmbeddedNats, EmbeddedPostgres
 from embedded.processes import tethered
-from postroom.delivery.applications.installation import install
+from postroom.delivery.applications import install
 
 SHOP = Path(__file__).parents[3] / "examples/shop"
 QUICK = {"POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2", "POSTROOM_WORKER_EVENTS_IDLE_SECONDS": "0.05"}

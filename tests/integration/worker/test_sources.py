@@ -22,7 +22,7 @@ from support.waiting import until_so
 
 from broker.database import QUERIES, migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
-from postroom.delivery.applications.installation import install
+from postroom.delivery.applications import install
 
 EMIT = "SELECT postroom.emit('demo', 'order', $1, 'order_placed', jsonb_build_object('order', $2::integer))::text"
 UNPUBLISHED = "SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL"

@@ -1,13 +1,180 @@
 """An application's own database: the event outbox beside its tables, and the keys of what its handlers have handled.
 
 It has the tables of delivering, as the broker's database does, and what is only of use where no broker's tables are
-(its migrations). `postroom outbox install` makes them (docs/contract/delivery.md#delivery-90).
+(its migrations). `postroom outbox install` makes them, in the schemas `postroom` and `postroom_once`, and touches
+nothing else of the database (docs/contract/delivery.md#delivery-90). What an operator sees and does there is the same
+as a broker does in its own database, without a server.
 """
 
-from typing import Final
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
 
 from postroom import delivery
+from postroom._wire.nouns import LogLine, LogPage, LogQuery, Result
+from postroom._wire.sql import load_queries
+from postroom._wire.unpublished import (
+    SOURCES,
+    UNPUBLISHED,
+    DroppedLog,
+    FailingPage,
+    PublishedFilter,
+    Redriven,
+    RefusedFilter,
+    SourcePage,
+    redriven,
+)
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
+from postroom.delivery.publishing import EVENTS, LETTERS
+from postroom.delivery.publishing.operations import (
+    drop_failing,
+    find_failing,
+    list_backlogs,
+    list_dropped,
+    list_failing,
+    redrive,
+)
+from postroom.delivery.publishing.postgres import now
+from postroom.errors import PostroomError
+from postroom.once.postgres import PostgresStore
 
 ROOM: Final = __name__
 ROOMS: Final = (delivery.ROOM, ROOM)
 INSTALL: Final = "postroom outbox install"  # what makes them, and brings them up to date
+QUERIES: Final = load_queries(__package__)
+_TABLES: Final = (EVENTS, LETTERS)
+_OLDEST: Final = 16  # the major version of Postgres from which on all that is used is there
+
+
+class Installed(NamedTuple):
+    """What an installation changed (`applied`, by migration), who may emit now, and to which meshes at least."""
+
+    applied: list[str]
+    roles: list[str]
+    meshes: list[str]
+
+
+async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] = ()) -> Installed:
+    """Make the tables in the database at `url`, or bring them up to date, and let `roles` emit; again changes nothing.
+
+    `meshes` are those that may be emitted to until a worker knows more. Raises `Fatal`: 69 where Postgres can't be
+    reached, 77 where the role of `url` may not do it, 78 where the database, a role or a mesh cannot be used.
+    """
+    async with connected(url) as connection:
+        has_broker = await _check(connection, roles)
+        if meshes and has_broker:
+            sentence = "this is a broker's database, which knows its meshes: omit --mesh"
+            raise Fatal(Exit.USAGE, sentence)
+    applied = await migrate(url, *((ROOM,) if has_broker else ROOMS))
+    pool = await open_pool(url, name="postroom-install", connections=1)
+    try:
+        await PostgresStore(pool).prepare()
+    except PostroomError as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    finally:
+        await close_pool(pool)
+    async with connected(url) as connection, connection.transaction():
+        for role in roles:
+            await connection.execute(await connection.fetchval(QUERIES["write_grants"], role))
+        await connection.execute(QUERIES["add_meshes"], list(meshes))
+    return Installed(applied, list(roles), list(meshes))
+
+
+async def know_meshes(pool: Pool, meshes: Sequence[str]) -> None:
+    """Have `meshes` be those that may be emitted to, and no other; none: any."""
+    await pool.execute(QUERIES["know_meshes"], meshes)
+
+
+async def _check(connection: Connection, roles: Sequence[str]) -> bool:
+    """Return whether a broker's tables are there; raises `Fatal` (78) where nothing can be installed."""
+    version = connection.get_server_version()
+    if version.major < _OLDEST:
+        sentence = f"this is Postgres {version.major}, and the outbox needs {_OLDEST} or newer: upgrade the server"
+        raise Fatal(Exit.CONFIG, sentence)
+    if await connection.fetchval(QUERIES["foreign_schema"]):
+        sentence = "the schema postroom of this database is not ours: rename it (ALTER SCHEMA postroom RENAME TO …)"
+        raise Fatal(Exit.CONFIG, sentence)
+    for role in roles:
+        if not await connection.fetchval(QUERIES["role_exists"], role):
+            raise Fatal(Exit.CONFIG, f"there is no role {role} in this Postgres: create it first (CREATE ROLE)")
+    has_broker: bool = await connection.fetchval(QUERIES["has_broker"])
+    if has_broker:
+        await check_version(connection, delivery.ROOM, migrate_with="postroom broker migrate")
+    return has_broker
+
+
+class Application:
+    """A database of an application, asked as a broker is asked about its own.
+
+    Every change is logged in the database itself, in its own transaction, with who made it: the user that runs the
+    program and the role that Postgres let in.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def backlogs(self, mesh: str | None = None) -> SourcePage:
+        """Return what waits to be published, of one mesh or of all."""
+        return SourcePage(sources=await list_backlogs(self._connection, mesh, tables=_TABLES))
+
+    async def failing(self, mesh: str | None = None) -> FailingPage:
+        """Return the events that JetStream refuses."""
+        return await list_failing(self._connection, EVENTS, mesh)
+
+    async def dropped(self) -> DroppedLog:
+        """Return the events that operators dropped."""
+        return DroppedLog(dropped=await list_dropped(self._connection, EVENTS))
+
+    async def drop(
+        self, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
+    ) -> Result[str]:
+        """Drop events that are refused, a thousand at a time; raises `NotFound` where one that is named is not."""
+        noun = UNPUBLISHED[EVENTS.name]
+        done: list[str] = []
+        after: str | None = ""
+        while after is not None:
+            async with self._connection.transaction():
+                ids, after = await find_failing(self._connection, EVENTS, wanted, mesh, after)
+                if not dry_run:
+                    await drop_failing(self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
+                    for one in ids:
+                        await self._keep_log("drop", noun.name, one, noun.verbs["drop"].done, reason)
+            done += ids
+        return Result(dry_run=dry_run, done=done, failed=[])
+
+    async def redrive(self, wanted: PublishedFilter, *, reason: str, dry_run: bool = False) -> Result[Redriven]:
+        """Have what was published, until now, and is wanted published again, part by part."""
+        until = await now(self._connection)
+        done: list[Redriven] = []
+        more = True
+        while more:
+            async with self._connection.transaction():
+                found, more = await redrive(self._connection, wanted, until=until, dry_run=dry_run, tables=_TABLES)
+                done += found
+                if not dry_run:
+                    await self._keep_log("redrive", SOURCES.name, wanted.key, redriven(found), reason)
+        return Result(dry_run=dry_run, done=done, failed=[])
+
+    async def log(self, query: LogQuery) -> LogPage:
+        """Return what operators did here, the latest first; none of it is about a mesh."""
+        if query.mesh is not None:
+            return LogPage(lines=[])
+        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
+        rows = await self._connection.fetch(QUERIES["list_operations"], *wanted)
+        lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
+        return LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None)
+
+    async def _keep_log(self, verb: str, noun: str, key: str, outcome: str, reason: str) -> None:
+        words = acting(self._connection), verb, noun, key, outcome, reason
+        await self._connection.execute(QUERIES["log_operation"], *words)
+
+
+@asynccontextmanager
+async def open_application(url: str) -> AsyncIterator[Application]:
+    """Open the database of an application; raises `Fatal`: 69 where it can't be reached, 78 without its tables."""
+    async with connected(url) as connection:
+        await check_version(connection, *ROOMS, migrate_with=INSTALL)
+        yield Application(connection)
