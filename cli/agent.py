@@ -41,7 +41,7 @@ State = Annotated[
 @app.command()
 def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
     """Handle messages until a signal says stop. Processes of one agent on one host share its store and its work."""
-    from cli.worker_process import become_worker, options  # noqa: PLC0415
+    from cli.worker import become_worker, options  # noqa: PLC0415
 
     words = options(config=config, tenant=tenant, workspace=workspace)
     become_worker("agent", *words, *([] if agent is None else ["--", agent]))
@@ -58,7 +58,7 @@ class Stored(NamedTuple):
 
     def find(self) -> tuple[str, Path]:
         """Return the agent and its store; without a config where both are given."""
-        from cli.worker_process import ask_worker  # noqa: PLC0415
+        from cli.worker import ask_worker  # noqa: PLC0415
         from postroom.delivery.agents.runtime import database  # noqa: PLC0415
         from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
 
@@ -75,7 +75,7 @@ class Stored(NamedTuple):
 @with_options
 def replay(*, stored: Stored, as_json: Json = False) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
-    from cli.worker_process import ask_worker  # noqa: PLC0415
+    from cli.worker import ask_worker  # noqa: PLC0415
 
     named, database = stored.find()
     found = ask_worker("replay", "--", named, str(database))

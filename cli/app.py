@@ -44,7 +44,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
     {
         "up": Verb("cli.up", "Start everything on this machine: broker, daemon and the servers under them."),
         "down": Verb("cli.up", "Stop what `up` started.", "downs"),
-        "status": Verb("cli.status", "Show how an installation is, what is wrong first."),
+        "status": Verb("cli.top", "Show how an installation is, what is wrong first.", "statuses"),
         "top": Verb("cli.top", "Watch an installation: rates, what waits, what is wrong."),
         "demo": Verb("cli.demo", "Run a complete demo on embedded servers."),
         "drill": Verb("cli.drill", "Rehearse a loss and the way back, on embedded servers."),

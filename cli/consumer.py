@@ -182,6 +182,6 @@ def run(*, config: Config = None, described: Described) -> None:
 
     Without a file, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` sets them.
     """
-    from cli.worker_process import become_worker, options  # noqa: PLC0415
+    from cli.worker import become_worker, options  # noqa: PLC0415
 
     become_worker("consumer", *options(config=config, **described._asdict()))

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,9 +29,14 @@ from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durab
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 
+if TYPE_CHECKING:
+    from cli.stack import Stack
+    from embedded import EmbeddedServer, ProcessIdentity
+
 T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 4.0
+_PROCESS_SECONDS: Final = 2.0  # that a process of `up` has to answer
 _MINUTES: Final = 60  # of an hour
 # of a daemon, what only its report says
 _REPORTED_ALONE: Final = ("name", "pid", "started_at", "at", "clock_seconds", "disk_free", "totals")
@@ -123,7 +128,6 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
     """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
     from cli.stack import Layout, Stack, default_state_directory  # noqa: PLC0415
     from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
-    from cli.stack.view import look_at  # noqa: PLC0415
 
     layout = Layout((place.state or default_state_directory()).absolute())
     elsewhere = place.url is not None or place.socket is not None or _find_socket() is not None
@@ -140,7 +144,7 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
     if place.state is None and supervisor is None and elsewhere:
         return place
     stack = Stack(layout.state)
-    sight.processes = await look_at(stack)
+    sight.processes = await _processes(stack, supervisor)
     for row in sight.processes:
         if row["state"] != "running":
             help_ = (
@@ -158,6 +162,93 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
         place.url or stack.broker.url,
         place.token_file or layout.admin_token_file,
     )
+
+
+async def _processes(stack: Stack, supervisor: ProcessIdentity | None) -> list[dict[str, Any]]:
+    """Return a row for the supervisor and for each process, with its backlog; what is not `running` is not well."""
+    rows = [_row("up", supervisor, str(stack.layout.state))]
+    rows += await asyncio.gather(*(_program(stack, program) for program in stack.programs))
+    if rows[0]["state"] == "running":
+        for program, row in zip(stack.programs, rows[1:], strict=True):
+            if row["state"] == "stopped":
+                row["problem"] = f"it ended, and is started again; see {program.log_file}"
+    return rows
+
+
+def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, Any]:
+    if process is None:
+        return {"process": name, "state": "stopped"}
+    return {"process": name, "state": "running", "pid": process.pid, "address": address}
+
+
+async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
+    row = _row(program.name, program.process, program.address)
+    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.broker: _health}
+    through_broker = {stack.nats: _dead_letters, stack.postgres: _jobs}
+    if row["state"] == "running" and program in asking:
+        row |= await _answer(asking[program](stack))
+    if row["state"] == "running" and program in through_broker:
+        row |= await _answer(through_broker[program](stack), of_the_broker=True)
+    return row
+
+
+async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = False) -> dict[str, Any]:
+    """Wait for what to show; what to say instead where there is no answer in time, or an error for one.
+
+    That a broker does not answer is said in its own row, and says nothing of the servers that it was asked about.
+    """
+    try:
+        return await asyncio.wait_for(asked, _PROCESS_SECONDS)
+    except (TimeoutError, Unavailable) as error:
+        if of_the_broker:
+            return {}
+        return {"state": "silent"} if isinstance(error, TimeoutError) else {"state": "failing", "problem": str(error)}
+    except PostroomError as error:
+        return {"state": "failing", "problem": str(error)}
+
+
+async def _rows(stack: Stack) -> dict[str, Any]:
+    """Ask the daemon for its rows by status."""
+    async with stack.daemon.client() as client:
+        health = await client.health()
+    backlog = {status: health.rows.get(status, 0) for status in ("pending", "inflight", "dead")}
+    if not health.missing:
+        return {"backlog": backlog}
+    what = "the broker's database lost messages: see `postroom outbox resend --missing --dry-run`"
+    return {"backlog": {**backlog, "missing at the broker": health.missing}, "problem": what}
+
+
+async def _health(stack: Stack) -> dict[str, Any]:
+    """Ask the broker how it is; it keeps no backlog."""
+    async with stack.broker.client() as client:
+        reasons = (await client.health()).reasons
+    return {"problem": "; ".join(reasons)} if reasons else {}
+
+
+async def _unpublished(stack: Stack) -> dict[str, Any]:
+    """Ask the worker for what waits to be published."""
+    return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
+
+
+async def _jobs(stack: Stack) -> dict[str, Any]:
+    """Ask the broker for the jobs that an operator looks after."""
+    async with stack.broker.client() as client:
+        counts = await client.counts(JOBS)
+    return {
+        "backlog": {
+            "running jobs": counts.running,
+            "failed jobs": counts.failed,
+            "steps that no worker knows": counts.unknown,
+        }
+    }
+
+
+async def _dead_letters(stack: Stack) -> dict[str, Any]:
+    """Ask the broker how many dead letters each mesh has."""
+    async with stack.broker.client() as client:
+        counts = await client.counts(DEAD_LETTERS)
+    row = {"backlog": {f"dead in {stream}": count for stream, count in counts.letters.items()}}
+    return row if counts.unread is None else {**row, "state": "failing", "problem": counts.unread.detail}
 
 
 def _find_socket() -> Path | None:

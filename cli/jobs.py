@@ -124,7 +124,7 @@ def start(
         postroom jobs start nightly_export:flow --job 6fa459ea-ee8a-3ca4-894e-db77e160355e --request - < request.json
         postroom jobs start nightly-export --first extract
     """  # noqa: D301 - \b: as it stands
-    from cli.worker_process import ask_worker  # noqa: PLC0415
+    from cli.worker import ask_worker  # noqa: PLC0415
 
     given = sys.stdin.buffer.read() if request == "-" else request.encode()
     try:

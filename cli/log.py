@@ -12,10 +12,9 @@ import msgspec
 import typer
 
 from cli import completion
-from cli.application import Database, Place
 from cli.connect import with_daemon
 from cli.exits import ending
-from cli.noun import Json, Socket, TokenFile, Url, choice, moment, named, noun
+from cli.noun import Json, OutboxDatabase, OutboxPlace, Socket, TokenFile, Url, choice, moment, named, noun
 from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
@@ -68,7 +67,7 @@ def log(
     socket: Socket = None,
     url: Url = None,
     token_file: TokenFile = None,
-    database: Database = None,
+    database: OutboxDatabase = None,
     as_json: Json = False,
 ) -> None:
     """Show what operators did at the broker and at this host's daemon, and why, the latest first.
@@ -85,7 +84,7 @@ def log(
     query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, since=since)
 
     def broker() -> list[Placed]:
-        asked = Place(database, url, token_file)
+        asked = OutboxPlace(database, url, token_file)
 
         def ask(query: LogQuery) -> LogPage:
             return asked.ask(lambda client: client.list_things(OPERATOR_LOG, query), lambda own: own.log(query))

@@ -10,17 +10,24 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from cli import completion
+from cli.connect import TIMEOUT, with_broker
 from cli.output import note
 from postroom.chassis.exits import Exit, Fatal
+
+if TYPE_CHECKING:
+    from postroom import BrokerClient
+    from postroom.delivery.applications import Application
+
+T = TypeVar("T")
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION: Final = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+")
@@ -159,6 +166,16 @@ Database = Annotated[
         metavar="URL",
     ),
 ]
+OutboxDatabase = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        envvar="POSTROOM_OUTBOX_DATABASE_URL",
+        help="The outbox in an application's own Postgres, postgresql://…; an address with a password belongs in the "
+        "environment [default: that of the broker's database].",
+        metavar="URL",
+    ),
+]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="POSTROOM_BROKER_URL", help="The broker's address.", metavar="URL")
 ]
@@ -191,6 +208,34 @@ class Reach(NamedTuple):
     mesh: Mesh = None
     url: Url = None
     token_file: TokenFile = None
+
+
+class OutboxPlace(NamedTuple):
+    """Which outbox is meant: that of the broker's database, or of an application's own, which no server answers for."""
+
+    database: OutboxDatabase = None
+    url: Url = None
+    token_file: TokenFile = None
+
+    def ask(
+        self,
+        broker: Callable[[BrokerClient], Awaitable[T]],
+        own: Callable[[Application], Awaitable[T]],
+        *,
+        timeout: float = TIMEOUT,
+    ) -> T:
+        """Ask the broker, or the application's database where one is named."""
+        if (database := self.database) is None:
+            return with_broker(self.url, self.token_file, broker, timeout=timeout)
+        import asyncio  # noqa: PLC0415
+
+        from postroom.delivery.applications import open_application  # noqa: PLC0415
+
+        async def run() -> T:
+            async with open_application(database) as application:
+                return await own(application)
+
+        return asyncio.run(run())
 
 
 class NounGroup(TyperGroup):

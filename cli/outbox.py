@@ -16,7 +16,6 @@ import typer
 from msgspec.structs import replace
 
 from cli import completion
-from cli.application import Database
 from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
@@ -26,6 +25,7 @@ from cli.noun import (
     DryRun,
     Json,
     OlderThan,
+    OutboxDatabase,
     Reason,
     Socket,
     Yes,
@@ -380,7 +380,7 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
 @app.command()
 def install(
     *,
-    database: Database = None,
+    database: OutboxDatabase = None,
     role: Annotated[
         list[str] | None, typer.Option(metavar="ROLE", help="A Postgres role that may emit. Repeatable.")
     ] = None,

@@ -1,30 +1,40 @@
-"""`postroom send`: hand in one message, or a file or pipe of them (docs/contract/operate.md#operate-7)."""
+"""`postroom send`: hand in one message, or a file or pipe of them (docs/contract/operate.md#operate-7).
+
+A line each, read as they are needed: a million lines never lie in memory.
+"""
 
 from __future__ import annotations
 
+import codecs
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, TextIO
 
 import typer
 
 from cli import completion
-from cli.files import file_errors, open_source, read_plain_file
-from cli.lines import (
-    Common,
-    json_lines,
-    meta_of,
-    moment_of,
-    plain_lines,
-    send_lines,
-)
-from cli.message import PRIORITIES, send_one
-from cli.noun import Json, Socket, duration, named, noun
+from cli.connect import with_daemon
+from cli.files import file_errors, open_source, read_plain_file, size_of
+from cli.message import PRIORITIES, body_of, send_one
+from cli.noun import Json, Socket, duration, named, noun, time_of
+from cli.output import json_line, line, note, progress
+from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
+
+if TYPE_CHECKING:
+    from postroom import Client, SendRequest
+    from postroom._wire.message import Priority
+    from postroom.errors import Problem
 
 app = noun()
 
 _WAIT_SECONDS: Final = 60.0
+PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
+MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
 
 
 @app.command()
@@ -116,3 +126,205 @@ def _refuse_options(**options: object) -> None:
             Exit.USAGE,
             f"{given[0]} cannot be used here: omit it, since it is only for one message, or for many lines",
         )
+
+
+class Source:
+    """The messages of one file or pipe, in order; the mark that some editors put before UTF-8 is none of them.
+
+    `parse` makes a message of a line and its number; `refuse` is told of each line that is no message, from whatever
+    thread walks the source. `numbers` remembers the line of each message that has not been answered yet.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        parse: Callable[[bytes, int], SendRequest],
+        refuse: Callable[[int, Problem], None],
+    ) -> None:
+        self._stream = stream
+        self._parse = parse
+        self._refuse = refuse
+        self.bytes_read = 0
+        self.blank = 0
+        self.numbers: dict[int, int] = {}  # the message's place among the messages → its line
+
+    def __iter__(self) -> Iterator[SendRequest]:
+        from postroom.errors import InvalidMessage  # noqa: PLC0415
+
+        place = 0
+        for number, read in enumerate(self._lines(), 1):
+            text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
+            text = text.removesuffix(b"\n").removesuffix(b"\r")
+            if not text:
+                self.blank += 1
+                continue
+            try:
+                message = self._parse(text, number)
+            except InvalidMessage as error:
+                self._refuse(number, error.problem)
+                continue
+            place += 1
+            self.numbers[place] = number
+            yield message
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield each line; of one that is too long, its beginning, which no parser takes."""
+        while line := self._stream.readline(MAX_LINE + 1):
+            self.bytes_read += len(line)
+            yield line
+            while len(line) > MAX_LINE and not line.endswith(b"\n"):
+                line = self._stream.readline(MAX_LINE + 1)
+                self.bytes_read += len(line)
+
+
+class Common(NamedTuple):
+    """What the options say about every message."""
+
+    meta: dict[str, Any] | None = None
+    priority: Priority = "next"
+    reply_to: str | None = None
+    mentions: Sequence[str] | None = None
+    not_before: datetime | None = None
+
+
+def meta_of(pairs: Sequence[str] | None) -> dict[str, Any] | None:
+    """Read `k=v` pairs; a value is text, and a key given twice a mistake."""
+    meta: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key or key in meta:
+            raise typer.BadParameter(f"{pair!r}: write key=value, each key once", param_hint="--meta")
+        meta[key] = value
+    return meta or None
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """Read an RFC 3339 time with its offset."""
+    if text is None:
+        return None
+    moment = time_of(text)
+    if moment is None or moment.tzinfo is None:
+        raise typer.BadParameter(
+            f"{text!r} is not a time with an offset, as in 2026-11-21T09:00:00Z", param_hint="--not-before"
+        )
+    return moment
+
+
+def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
+    """Make the parser for lines that are bodies."""
+    from postroom._wire.arguments import compose  # noqa: PLC0415
+
+    def parse(line: bytes, number: int) -> SendRequest:
+        _check_length(line)
+        return compose(to, body_of(line), **common._asdict(), client_message_id=_id(id_prefix, number))
+
+    return parse
+
+
+def json_lines(id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
+    """Make the parser for lines that are whole messages, as `POST /v1/send/batch` takes them."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    from postroom._wire.message import decode_request  # noqa: PLC0415
+
+    def parse(line: bytes, number: int) -> SendRequest:
+        _check_length(line)
+        message = decode_request(line)
+        if message.client_message_id is None and id_prefix is not None:
+            return replace(message, client_message_id=_id(id_prefix, number))
+        return message
+
+    return parse
+
+
+def _id(prefix: str | None, number: int) -> str | None:
+    """Build the id of a line; such ids sort as their lines do."""
+    return None if prefix is None else f"{prefix}-{number:09d}"
+
+
+def _check_length(line: bytes) -> None:
+    from postroom._wire.message import refuse  # noqa: PLC0415
+
+    if len(line) > MAX_LINE:
+        refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
+
+
+class Count(NamedTuple):
+    """How many messages ended how."""
+
+    queued: int = 0
+    duplicates: int = 0
+    failed: int = 0
+    blank: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.queued:,} queued, {counted(self.duplicates, 'duplicate')}, {self.failed:,} failed"
+        return text + (f", {counted(self.blank, 'blank line')} skipped" if self.blank else "")
+
+
+class Sending:
+    """One run over a file or pipe; `count` is right at every moment, an interrupted run's too."""
+
+    def __init__(
+        self, stream: BinaryIO, parse: Callable[[bytes, int], SendRequest], errors: TextIO | None, *, as_json: bool
+    ) -> None:
+        self._source = Source(stream, parse, self._fail)
+        self._errors = errors
+        self._as_json = as_json
+        self._queued = self._duplicates = self._failed = 0
+        self._saying = threading.Lock()  # lines are refused by the thread that reads them
+
+    @property
+    def count(self) -> Count:
+        """How far it is."""
+        return Count(self._queued, self._duplicates, self._failed, self._source.blank)
+
+    def run(self, client: Client, show: Callable[..., None]) -> None:
+        """Send everything, showing how far it is, in bytes of the total; raises what stops the whole."""
+        for results in client.send_many_in_chunks(self._source):
+            for result in results:
+                result.line = self._source.numbers.pop(result.line)
+                if result.problem is not None:
+                    self._fail(result.line, result.problem)
+                    continue
+                if result.result is not None and result.result.duplicate:
+                    self._duplicates += 1
+                else:
+                    self._queued += 1
+                if self._as_json:
+                    with self._saying:
+                        json_line(result)
+            sys.stdout.flush()  # whoever reads the results may be waiting for them
+            show(sum(self.count), str(self.count), place=self._source.bytes_read)
+
+    def _fail(self, number: int, problem: Problem) -> None:
+        from postroom._wire.sends import BatchResult  # noqa: PLC0415
+
+        with self._saying:
+            self._failed += 1
+            if self._as_json:
+                json_line(BatchResult(line=number, problem=problem))
+            if self._errors is not None:
+                json_line({"line": number, "code": problem.code, "detail": problem.detail}, self._errors)
+            else:
+                note(f"line {number}: {problem.detail}")
+
+
+def send_lines(
+    socket: Path | None,
+    stream: BinaryIO,
+    parse: Callable[[bytes, int], SendRequest],
+    errors: TextIO | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Send every line of `stream` and say how many ended how; exit code 1 where any failed."""
+    with_daemon(socket, lambda client: client.version())  # an absent daemon is said soon, before a line is read
+    sending = Sending(stream, parse, errors, as_json=as_json)
+    try:
+        with progress(size_of(stream), as_json=as_json) as show:
+            with_daemon(socket, lambda client: sending.run(client, show), patience=PATIENCE)
+    finally:
+        note(str(sending.count)) if as_json else line(str(sending.count))
+    if sending.count.failed:
+        raise SystemExit(Exit.FAILED)

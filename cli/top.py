@@ -1,4 +1,7 @@
-"""`postroom top`: what `status` shows, again and again, with rates (docs/contract/operate.md#operate-61)."""
+"""`postroom status` and `top`: how an installation is, what is wrong first; again and again, with rates.
+
+The rules are docs/contract/operate.md#operate-61.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,42 @@ from typing import Annotated, Final
 import typer
 
 from cli.installation import Place, Sight, look
-from cli.noun import Socket, TokenFile, Url, noun
+from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import line
-from cli.screen import Screen
+from cli.screen import Screen, show_status
 from cli.up import State
 from postroom._wire.programs import Program
 
 app = noun()
+statuses = noun()
 
 _COUNTED: Final = ("queued", "accepted", "published", "handled", "waiting", "dead")
 _KEYS: Final = "o overview   d daemons, brokers, workers   c consumers   h the last hour   q quit"
 _ENTER: Final = "\033[?1049h\033[?25l"  # a screen of its own, without a cursor
 _LEAVE: Final = "\033[?25h\033[?1049l"
 _CLEAR: Final = "\033[H\033[J"
+
+
+@statuses.command()
+def status(
+    *,
+    state: State = None,
+    socket: Socket = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    hour: Annotated[
+        bool, typer.Option("--hour", help="Instead: what happened in each minute of the last hour.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how daemons, brokers, workers and consumers are, what is wrong first, with the command that helps.
+
+    It asks the daemon of this machine, the broker, and what `postroom up` started, as far as there are any.
+
+    Exit code 69: something does not run or cannot be asked; 1: something else is wrong, or waits for an operator, as
+    dead rows and dead letters do; 0: all is well.
+    """
+    show_status(Place(state, socket, url, token_file), as_json=as_json, hour=hour)
 
 
 @app.command()

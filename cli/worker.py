@@ -1,20 +1,30 @@
-"""`postroom worker …`: run the worker that publishes, see its backlog, publish again by hand."""
+"""`postroom worker …`: run the worker that publishes, see its backlog, publish again by hand.
+
+What runs a user's code is a process of its own, `python -m postroom.worker`, which has nothing of ours but the library:
+here `cli`, `daemon` and `worker` are ours; there they are the user's names. So the command line never imports a user's
+module: every verb that needs one becomes that process, or asks one.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 import typer
 
 from cli import completion
-from cli.application import Database, Place
 from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.noun import (
     Config,
     DryRun,
     Json,
     OlderThan,
+    OutboxDatabase,
+    OutboxPlace,
     Reach,
     Reason,
     Since,
@@ -28,6 +38,8 @@ from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
 from postroom._wire.words import counted
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import check_library_is_visible
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -44,6 +56,9 @@ Ids = Annotated[
 
 _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
+# -P: the library is found before the working directory is looked at, which comes first for what the user names.
+_COMMAND: Final = (sys.executable, "-P", "-m", "postroom.worker")
+_SAID: Final = "postroom: "  # before the sentence with which it ends
 
 
 class Filters(NamedTuple):
@@ -63,7 +78,7 @@ def failing(source: str) -> typer.Typer:
     app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
     without = () if source == "events" else ("database",)  # an application's own outbox has no deliveries
 
-    def list_(*, context: Context = None, place: Place, as_json: Json = False) -> None:
+    def list_(*, context: Context = None, place: OutboxPlace, as_json: Json = False) -> None:
         """List what fails, oldest first, and how many wait behind each; never their payloads."""
         query = MeshQuery(mesh=context)
         found = place.ask(lambda client: client.list_things(things, query), lambda own: own.failing(context))
@@ -76,8 +91,10 @@ def failing(source: str) -> typer.Typer:
         if found.more:
             note(f"these are the oldest; `postroom worker {source} drop --all --dry-run` shows the ids of all")
 
-    def drop(*, ids: Ids = None, filters: Filters, change: Change, reach: Reach, database: Database = None) -> None:
-        place = Place(database, reach.url, reach.token_file)
+    def drop(
+        *, ids: Ids = None, filters: Filters, change: Change, reach: Reach, database: OutboxDatabase = None
+    ) -> None:
+        place = OutboxPlace(database, reach.url, reach.token_file)
         chosen = chosen_ids(ids)
         group = f"worker {source}"
         check_choice(things.name, group, chosen, everything=change.everything, filtered=filters != Filters())
@@ -101,7 +118,7 @@ def failing(source: str) -> typer.Typer:
         if not done:
             note(f"no {source} match: nothing to do")
 
-    def log(*, place: Place, as_json: Json = False) -> None:
+    def log(*, place: OutboxPlace, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
         listing(
             place.ask(lambda client: client.log(things), lambda own: own.dropped()).dropped,
@@ -137,14 +154,14 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
     Any number of workers may run, beside the one of `postroom up` too: they share the work.
     """
-    from cli.worker_process import become_worker, options  # noqa: PLC0415
+    from cli.worker import become_worker, options  # noqa: PLC0415
 
     become_worker("run", *options(config=config, flow=flow))
 
 
 @app.command()
 @with_options
-def backlog(*, context: Context = None, place: Place, as_json: Json = False) -> None:
+def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = False) -> None:
     """Show what waits to be published, and since when."""
     query = MeshQuery(mesh=context)
     sources = unpublished.SOURCES
@@ -164,7 +181,7 @@ def redrive(
     stream: Stream = None,
     confirmed: Confirmed = False,
     reason: Reason = None,
-    place: Place,
+    place: OutboxPlace,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -200,3 +217,37 @@ def redrive(
             json_line(unpublished.Redriven(source, messages))
         else:
             line(f"{source}: {messages:,} {'would be ' * dry_run}{unpublished.SOURCES.verbs['redrive'].done}")
+
+
+def become_worker(*words: str) -> NoReturn:
+    """Go on as that process, under this one's id: signals and a service manager reach it, its exit code is ours."""
+    check_library_is_visible()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in range(3):
+        os.set_inheritable(descriptor, True)  # also one that stands in for a stream that was closed
+    os.execv(_COMMAND[0], [*_COMMAND, *words])  # noqa: S606 - our own words, no shell
+
+
+def ask_worker(*words: str) -> Any:
+    """Return what such a process answers; raises `Fatal` with its sentence and its exit code where it has none."""
+    check_library_is_visible()
+    done = subprocess.run(  # noqa: S603 - our own words, no shell
+        [*_COMMAND, *words], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
+    *printed, last = done.stderr.splitlines() or [f"{words[0]} ended without a word"]
+    if done.returncode == 0:
+        sys.stderr.write(done.stderr)
+        return json.loads(done.stdout)
+    sys.stderr.writelines(f"{line}\n" for line in printed)
+    code = Exit(done.returncode) if done.returncode in set(Exit) else Exit.FAILED
+    raise Fatal(code, last.removeprefix(_SAID))
+
+
+def options(**given: object) -> list[str]:
+    """Write options as that process reads them, but for those that were not given; a list is one that is repeated."""
+    words = []
+    for name, value in given.items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [] if each is None else [f"--{name.replace('_', '-')}={each}"]
+    return words

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.terminal import Terminal
 
 from cli.exits import printable
-from cli.lines import body_of, meta_of, moment_of
 from cli.noun import age, duration, moment, rate
 from cli.output import table
+from cli.send import body_of, meta_of, moment_of
 
 
 @pytest.mark.parametrize(
