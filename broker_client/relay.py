@@ -19,8 +19,7 @@ import structlog
 
 from broker_client.answers import Outcome, RelayCounters, expired, not_dated, returned
 from broker_client.channel import RequestFailed
-from broker_client.comparison import Comparison
-from broker_client.features import HOUR, FeatureCheck
+from broker_client.features import HOUR, Comparison, FeatureCheck
 from broker_client.link import BrokerLink
 from broker_client.pace import Availability, Controls
 from broker_client.posts import STORAGE_SECONDS, Posting
