@@ -23,7 +23,7 @@ from postroom.ledger.operating import start
 from postroom.ledger.primitives import Start
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import WritePlan, plan_write
-from postroom.spark.posts import post as send
+from postroom.spark.sink import post as send
 
 BREAK = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity

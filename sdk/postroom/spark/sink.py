@@ -2,30 +2,51 @@
 
 What makes a second run of a task harmless is the id of each row (`postroom.spark.rows`) and the row under it in the
 daemon's outbox. So nothing has to be undone when a write fails: it is run again.
+
+A task's rows go through the daemon of its host (`post`): when that returns, every row is on the daemon's disk
+(`wait=accepted`: at the broker), or is among the problems. A daemon that restarts, that is full (507) or that has too
+much in hand (429) is waited for; after `PATIENCE_SECONDS` without any progress the task fails with the daemon's error,
+and Spark runs it again. What it sent before is a duplicate then. Where no daemon answers at all, a task fails after
+`ABSENT_SECONDS`. The driver says at the end which rows were not sent, and writes them down where the option asks for
+it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from postroom._wire.ids import new_id, ulid_number
+from postroom._wire.message import SendRequest
+from postroom._wire.sends import SETTLED, SendResult
 from postroom._wire.spark import SparkTask
-from postroom.errors import InvalidMessage, PostroomError
+from postroom._wire.words import counted
+from postroom.client import AsyncClient
+from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
-from postroom.spark.posts import Tally, failure, post, prepare_directory, write_problems
+from postroom.spark.rows import Row, RowReader, key_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
+PATIENCE_SECONDS: Final = 300.0
+ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
+MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
+_BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
+_REUSED: Final = "idempotency_key_reused"
+_SHOWN: Final = 20  # rows in an error; the count is always whole
 _BATCH_ID: Final = "streaming.sql.batchId"  # where Spark tells a task which micro-batch it is of
 
 
@@ -174,3 +195,232 @@ def _tallies(messages: Sequence[WriterCommitMessage | None]) -> list[Tally]:
 
 def _say(sentence: str) -> None:
     print(f"postroom: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - Spark shows it on the driver's stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProblem:
+    """A row that was not sent: its key, its id, and why. A `conflict` is an id that was used with other content."""
+
+    key: tuple[str, ...]
+    client_message_id: str
+    conflict: bool
+    code: str
+    detail: str
+    since: str | None = None
+    destination: str | None = None
+
+
+@dataclasses.dataclass
+class Tally:
+    """What became of a task's rows."""
+
+    accepted: int = 0
+    duplicate: int = 0
+    problems: list[RowProblem] = dataclasses.field(default_factory=list)
+
+
+def post(plan: WritePlan, batches: Iterator[pa.RecordBatch], task: SparkTask) -> Tally:
+    """Send the rows of `batches`, as those of a `task`.
+
+    Raises the `PostroomError` that stops all of them, as `InvalidMessage` or no daemon. For a thread without an event
+    loop of its own.
+    """
+    return asyncio.run(_post(plan, batches, task.traceparent))
+
+
+async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent: str) -> Tally:
+    async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
+        version = await client.version()  # a host without a daemon is told of soon
+    # refuse to send what is a job of one mesh into another
+    if plan.job is not None and plan.job.mesh != version.mesh:
+        detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
+        raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
+    task = _Task(plan, traceparent)
+    reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
+    async with (
+        AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
+        aclosing(_slices(reader, batches)) as slices,
+    ):
+        if plan.wait == "queued":
+            await task.send(client, slices)
+        else:
+            await task.send_and_await_broker(client, slices)
+    return task.tally
+
+
+async def _slices(reader: RowReader, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
+    """Read Spark's batches in a thread, since they may be long in coming, and cut them up."""
+    while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+        for rows in reader.slices(batch):
+            yield rows
+
+
+class _Task:
+    """The rows that are on their way, and the tally of the others."""
+
+    def __init__(self, plan: WritePlan, traceparent: str) -> None:
+        self.tally = Tally()
+        self._plan = plan
+        self._traceparent = traceparent
+        self._on_the_way: dict[int, Row] = {}  # by line
+        self._not_accepted: deque[tuple[Row, SendResult]] = deque()  # by the broker, with `wait=accepted`
+        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be on their way to it
+        self._changed = asyncio.Event()  # there is more to wait for, or all is sent
+        self._sent = False
+
+    async def send_and_await_broker(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
+        """Do as `send` does, and return when the broker has every row that was queued.
+
+        Raises `TryAgain` where it doesn't come to that.
+        """
+
+        async def send() -> None:
+            await self.send(client, slices)
+            self._sent = True
+            self._changed.set()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(send())
+                tasks.create_task(self._await_broker(client))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def send(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
+        """Stream the rows through the batch route, and settle each as its answer comes."""
+        async with aclosing(
+            client.send_many_in_chunks(self._requests(slices), traceparent=self._traceparent)
+        ) as chunks:
+            async for results in chunks:
+                for result in results:
+                    row = self._on_the_way.pop(result.line)
+                    if result.result is not None:
+                        self._count(result.result, 1)
+                        if self._plan.wait == "accepted" and result.result.status != "done":
+                            self._not_accepted.append((row, result.result))
+                            self._changed.set()
+                        else:
+                            self._room.release()
+                    elif (problem := result.problem) is not None:
+                        self._room.release()
+                        # an id that is taken by other content, or a row that was refused for itself, or retired before
+                        self._problem(
+                            RowProblem(
+                                row.key,
+                                row.request.client_message_id or "",
+                                problem.code == _REUSED and (problem.conflict or "").endswith("mismatch"),
+                                problem.code,
+                                problem.detail,
+                                since=problem.since,
+                                destination=problem.destination,
+                            )
+                        )
+
+    async def _requests(self, slices: AsyncIterator[list[Row]]) -> AsyncIterator[SendRequest]:
+        line = 0
+        async for rows in slices:
+            for row in rows:
+                if self._plan.wait == "accepted":
+                    await self._room.acquire()
+                line += 1
+                self._on_the_way[line] = row
+                yield row.request
+
+    def _count(self, result: SendResult, number: int) -> None:
+        if result.duplicate:
+            self.tally.duplicate += number
+        else:
+            self.tally.accepted += number
+
+    def refuse(self, key: tuple[str, ...], error: InvalidMessage) -> None:
+        """Count a row that no message can be made of."""
+        self._problem(RowProblem(key, "", conflict=False, code=error.code, detail=str(error)))
+
+    def _problem(self, problem: RowProblem) -> None:
+        self.tally.problems.append(problem)
+        if len(self.tally.problems) > MOST_PROBLEMS:
+            first = self.tally.problems[0]
+            raise InvalidMessage.of(
+                "too_many_problems",
+                f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is "
+                f"{key_text(self._plan, first.key)}: {first.detail}. Does another write use the namespace "
+                f"{self._plan.namespace!r}?",
+            )
+
+    async def _await_broker(self, client: AsyncClient) -> None:
+        """Wait until the broker has the rows that were queued, as many at a time as are in a batch."""
+        while not self._sent or self._not_accepted:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._not_accepted:
+                size = min(self._plan.batch_size, len(self._not_accepted))
+                queued = [self._not_accepted.popleft() for _ in range(size)]
+                ids = [result.client_message_id for _, result in queued]
+                for (row, result), sent in zip(queued, await client.wait_many(ids, PATIENCE_SECONDS), strict=True):
+                    if sent.status not in SETTLED:
+                        raise TryAgain.of(
+                            "not_accepted",
+                            f"the broker has not accepted the row {key_text(self._plan, row.key)} within "
+                            f"{PATIENCE_SECONDS:.0f} s; it is kept, and will be sent when possible "
+                            f"({sent.last_error or 'no attempt has failed'})",
+                            retryable=True,
+                        )
+                    if sent.status != "done":
+                        reason = sent.last_error or "an operator has retired the message"
+                        code = reason.partition(":")[0] if sent.last_error else "aborted"
+                        self._count(result, -1)
+                        self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))
+                    self._room.release()
+
+
+def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
+    """Return the error that ends a write, with the keys of the rows that were not sent."""
+    shown = "; ".join(f"{key_text(plan, problem.key)}: {problem.detail}" for problem in problems[:_SHOWN])
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    rows = counted(len(problems), "row")
+    if all(problem.conflict for problem in problems):
+        sentence = f"the id of {rows} was used before with other content: {shown}{more}"
+        return Conflict.of("idempotency_key_reused", f"{sentence}. Every other row was sent")
+    return InvalidMessage.of("rows_refused", f"{rows} not sent: {shown}{more}. Every other row was")
+
+
+def prepare_directory(option: str, directory: str) -> None:
+    """Make the directory that `option` names before a row is sent; raises `InvalidMessage` where that can't be."""
+    try:
+        system, path = _resolve(directory)
+        system.create_dir(path, recursive=True)
+    except (OSError, ValueError) as error:
+        detail = f"cannot use {directory!r} of the option `{option}`: {error}"
+        raise InvalidMessage.of("invalid_option", detail, field=option) from error
+
+
+def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:
+    """Write `<directory>/<name>.jsonl`, one object a row; return its path. A second write replaces it."""
+    system, path = _resolve(directory)
+    lines = [
+        msgspec.json.encode(
+            {
+                "key": dict(zip(plan.ids, problem.key, strict=True)) if problem.key else None,
+                "client_message_id": problem.client_message_id,
+                "code": problem.code,
+                "detail": problem.detail,
+                "since": problem.since,
+                "destination": problem.destination,
+            }
+        )
+        + b"\n"
+        for problem in problems
+    ]
+    with system.open_output_stream(f"{path}/{name}.jsonl") as file:
+        file.write(b"".join(lines))
+    return f"{directory.rstrip('/')}/{name}.jsonl"
+
+
+def _resolve(directory: str) -> tuple[Any, str]:
+    """Return the file system of a path or a URI (`s3://`, `hdfs://`, `file://`), and the path in it."""
+    from pyarrow import fs  # noqa: PLC0415 - slow, and only where a file is written
+
+    if "://" in directory:
+        system, path = fs.FileSystem.from_uri(directory)
+        return system, path
+    return fs.LocalFileSystem(), str(Path(directory).absolute())
