@@ -97,7 +97,7 @@ def replace_private(file: Path, content: str, *, for_owner: bool = False) -> Non
             stream.flush()
             os.fsync(descriptor)
         draft.replace(file)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise
     sync(file.parent)

@@ -39,6 +39,9 @@ def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert (file.read_text("utf-8"), file.stat().st_mode & 0o777) == (content, 0o600)
     with pytest.raises(IsADirectoryError):
         replace_private(taken, "no file can be there")
+    with pytest.raises(UnicodeEncodeError):
+        replace_private(file, "half of a surrogate pair: \ud800")
+    assert file.read_text("utf-8") == "ünd"
     assert {each.name for each in tmp_path.iterdir()} == {"file", "taken"}
 
 
