@@ -30,9 +30,9 @@ from ipc.routes import metrics_routes, routes
 from ipc.server import Server
 from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
+from outbox.backup import restore as restore_directory
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory
-from outbox.restore import restore as restore_directory
 from postroom._wire.programs import Report
 from postroom.chassis import listener, runtime
 from postroom.chassis.reporting import Reporter, keep_reporting

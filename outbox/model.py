@@ -15,7 +15,10 @@ from postroom._wire.message import Priority
 from postroom._wire.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.sends import RowStatus
 from postroom.chassis.ownership import user_name
+from postroom.chassis.sqlite import Schema
 
+NAME: Final = "outbox"  # of its files
+SCHEMA: Final = Schema.of("outbox", "PSTR")
 DUE: Final[dict[Priority, int]] = {"now": 0, "next": 1, "low": 2}  # the lanes that a claim takes from, in this order
 WAITING: Final = 3  # the lane of rows that wait until next_attempt_at
 HELD: Final = 4  # that of rows that an operator has to release

@@ -16,6 +16,8 @@ from outbox import accepting, errors, operating, reading, relaying, writer
 from outbox.backup import Backup, back_up, draft_of
 from outbox.missing import Note, Resend, Resent, begin
 from outbox.model import (
+    NAME,
+    SCHEMA,
     Accepted,
     AcceptedRow,
     Caller,
@@ -36,15 +38,12 @@ from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
-from postroom.chassis import sqlite
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-NAME: Final = "outbox"  # of its files
-SCHEMA: Final = sqlite.Schema.of("outbox", "PSTR")
 _RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024

@@ -6,11 +6,15 @@ file. An id whose row is lost is kept used where an index or a part of the row s
 (docs/contract/send.md#send-96). How many rows there were is said by the counters, else by the highest number that any
 row or index has; where neither can be believed it is unknown, and no recovery with anything missing ends like one
 without (`outbox_recovery` in schema.sql).
+
+A row is known by how many columns its table has. So no step of the schema adds a column to a table that there is, and a
+file that a later release has written is refused: the rows of its new tables would be left out without a word.
 """
 
 import contextlib
 import os
 import sqlite3
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -21,8 +25,8 @@ import msgspec
 from msgspec import Meta
 
 from outbox.errors import recovery_failed
-from outbox.outbox import NAME, SCHEMA
-from outbox.pages import Pages, Records, in_order
+from outbox.model import NAME, SCHEMA
+from outbox.pages import Pages, Records, Wrong, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
@@ -41,6 +45,9 @@ _NUMBERED: Final = (  # tables and indexes that have the number of each row, or 
     *("outbox_settled", "outbox_settled_key"),
 )
 _DAMAGED: Final = "unreadable: the row was damaged"
+_HEADER: Final = struct.Struct(">16s44xI4xI")  # of a file: what it is, `user_version`, `application_id`
+_SQLITE: Final = b"SQLite format 3\0"
+_MOST_STEPS: Final = 10_000  # in a schema; a version beyond them is damage
 T = TypeVar("T")
 
 
@@ -243,7 +250,8 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
     was. After a kill between the two, the next call saves from what was set aside.
 
-    Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
+    Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, or one that a later release has written,
+    75 on a full disk, 74 on one that fails.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
@@ -270,26 +278,39 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     return recovery
 
 
+def _refuse_later(pages: Pages, source: Path) -> None:
+    """Raise `Fatal` (78) where a later release wrote the file; a first page that is damaged says nothing."""
+    try:
+        mark, version, application = _HEADER.unpack_from(pages.newest(1))
+    except Wrong:
+        return
+    if (mark, application) == (_SQLITE, SCHEMA.application_id) and SCHEMA.version < version < _MOST_STEPS:
+        raise Fatal(
+            Exit.CONFIG,
+            f"{source} has schema version {version}, and this program knows the rows of version {SCHEMA.version}: "
+            "run the `postroom outbox recover` of the newer program that wrote it",
+        )
+
+
 def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
     """Fill a new file beside the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
-    for part in sqlite.PARTS:
-        Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
-    created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:  # as its directory's owner's: root may recover the outbox of a daemon
-        ownership.hand_over(created, fresh.parent)
-    finally:
-        os.close(created)
-    with (
-        contextlib.closing(Pages(source)) as pages,
-        contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
-    ):
-        new.executescript(_QUERIES["pragmas"])
-        SCHEMA.migrate(new, fresh)
-        new.execute(sqlite.QUERIES["begin"])
-        recovery = _Salvage(pages, new, now).run(source)
-        new.execute(sqlite.QUERIES["commit"])
-        new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
+    with contextlib.closing(Pages(source)) as pages:
+        _refuse_later(pages, source)
+        for part in sqlite.PARTS:
+            Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
+        created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:  # as its directory's owner's: root may recover the outbox of a daemon
+            ownership.hand_over(created, fresh.parent)
+        finally:
+            os.close(created)
+        with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new:
+            new.executescript(_QUERIES["pragmas"])
+            SCHEMA.migrate(new, fresh)
+            new.execute(sqlite.QUERIES["begin"])
+            recovery = _Salvage(pages, new, now).run(source)
+            new.execute(sqlite.QUERIES["commit"])
+            new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
     ownership.sync(fresh)
     return fresh, recovery
 

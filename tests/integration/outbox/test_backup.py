@@ -13,8 +13,7 @@ from support.small_disk import run_on_a_small_disk
 from support.waiting import until
 
 from outbox import Outbox
-from outbox.backup import Backup
-from outbox.restore import restore
+from outbox.backup import Backup, restore
 from postroom._wire.nouns import LogQuery
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage, PostroomError, TryAgain

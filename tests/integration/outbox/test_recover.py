@@ -6,14 +6,16 @@ import hashlib
 import signal
 import sqlite3
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support.outboxes import START, WHY, accepted, counted, done, opened, row_in, send
 
 from outbox import Outbox
+from outbox.model import SCHEMA
 from outbox.recover import recover
 from postroom._wire.message import SendRequest, prepare
 from postroom.chassis.exits import Exit, Fatal
@@ -168,6 +170,44 @@ async def test_an_outbox_in_use_is_not_recovered(outbox: Outbox, state: Path) ->
         recover(state)
     assert refusal.value.exit_code == Exit.UNAVAILABLE
     await accepted(outbox, send())
+
+
+@pytest.mark.usefixtures("filled")
+def test_what_a_later_release_has_written_is_left_to_that(state: Path, database: Path) -> None:
+    with closing(sqlite3.connect(database)) as db:
+        db.execute("CREATE TABLE later (id TEXT PRIMARY KEY)")
+        db.execute(f"PRAGMA user_version = {SCHEMA.version + 1}")
+    before = database.read_bytes()
+    with pytest.raises(Fatal, match="of the newer program that wrote it") as refused:
+        recover(state)
+    assert refused.value.exit_code == Exit.CONFIG
+    assert database.read_bytes() == before
+    assert not list(state.glob("*recovering*"))
+
+
+def columns_by_step(steps: Mapping[int, str]) -> list[dict[str, list[str]]]:
+    """Return the tables that there are after each step, each with its columns."""
+    found = []
+    with closing(sqlite3.connect(":memory:")) as db:
+        for number in sorted(steps):
+            db.executescript(steps[number])
+            tables = [name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+            found.append({name: [row[1] for row in db.execute("PRAGMA table_xinfo(" + name + ")")] for name in tables})
+    return found
+
+
+def changes_a_table(steps: Mapping[int, str]) -> bool:
+    """Tell whether a step changes the columns of a table that was there before it."""
+    return any(
+        after.get(name) != was for before, after in pairwise(columns_by_step(steps)) for name, was in before.items()
+    )
+
+
+def test_no_step_changes_the_columns_of_a_table_since_rows_are_known_by_them() -> None:
+    assert not changes_a_table(SCHEMA.steps)
+    later = SCHEMA.version + 1
+    assert not changes_a_table({**SCHEMA.steps, later: "CREATE TABLE later (id TEXT PRIMARY KEY)"})
+    assert changes_a_table({**SCHEMA.steps, later: "ALTER TABLE outbox ADD COLUMN later TEXT"})
 
 
 def test_nothing_is_recovered_from_nothing(state: Path) -> None:
