@@ -24,8 +24,7 @@ from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import Metrics
 from daemon.receiver import Receiver
 from ipc.control import health_of
-from ipc.destinations import DestinationRule
-from ipc.peers import LocalToken, Policy, TcpGuard, rotate
+from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import metrics_routes, routes
 from ipc.server import Server
 from ipc.services import Counters, NoInbox, Services

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and what they may do (docs/contract/send.md#send-5).
+"""Who is at the other end of a connection, what they may do, and where they may send (docs/contract/send.md#send-5).
 
 The uid and gid of a Unix peer are read once, when the connection is accepted, from the kernel (`SO_PEERCRED`): they are
 those of the process that called connect(2). Whoever presents the local token over TCP can read a file that only the
@@ -11,6 +11,7 @@ and accepts the token before it for 60 s more, so that a rotation refuses nobody
 logs and histories: it is refused on every socket.
 """
 
+import asyncio
 import hmac
 import os
 import secrets
@@ -18,7 +19,9 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -26,10 +29,11 @@ from urllib.parse import urlsplit
 import structlog
 from aiohttp import hdrs, web
 
-from outbox import Caller
+from outbox import AcceptedRow, Caller, Outbox
+from postroom._wire.message import PreparedSend
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory, replace_private, user_name
-from postroom.errors import InvalidMessage, NotPermitted
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0
@@ -172,3 +176,51 @@ def _host_name(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:
         return None
+
+
+class DestinationRule:
+    """Where callers may send: what matches a shell pattern of the config, such as `topic:orders*`.
+
+    Without patterns, everywhere (docs/contract/send.md#send-19).
+    """
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self._patterns = tuple(patterns)
+        self._matches = lru_cache(maxsize=1024)(lambda to: any(fnmatchcase(to, each) for each in self._patterns))
+
+    def check(self, destination: str) -> None:
+        """Raise `NotPermitted` (403) for a destination that the config does not allow."""
+        if not self.allows(destination):
+            raise _not_allowed(destination)
+
+    def accept(
+        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
+    ) -> Awaitable[list[AcceptedRow | PostroomError]]:
+        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
+
+        The others have their refusal (403) in their place.
+        """
+        return self._accept_allowed(outbox, sends, caller) if self._patterns else outbox.accept(sends, caller)
+
+    async def _accept_allowed(
+        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
+    ) -> list[AcceptedRow | PostroomError]:
+        allowed = [send for send in sends if self.allows(send.destination)]
+        others = [send for send in sends if not self.allows(send.destination)]
+        rows = await asyncio.gather(  # both before what the caller sends later
+            outbox.accept(allowed, caller), outbox.known(others, caller)
+        )
+        accepted, known = iter(rows[0]), iter(rows[1])
+        return [
+            next(accepted) if self.allows(send.destination) else next(known) or _not_allowed(send.destination)
+            for send in sends
+        ]
+
+    def allows(self, destination: str) -> bool:
+        """Tell whether callers may send there."""
+        return not self._patterns or self._matches(destination)
+
+
+def _not_allowed(destination: str) -> NotPermitted:
+    detail = f"this daemon may not send to {destination}: add it to allow_destinations in its config"
+    return NotPermitted.of("destination_not_allowed", detail, field="to")

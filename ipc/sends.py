@@ -1,34 +1,49 @@
-"""`/v1/send`, `/v1/send/batch`, `/v1/cloudevents` and `/v1/sends…`: handing in, and asking after it."""
+"""`/v1/send`, `/v1/send/batch`, `/v1/cloudevents` and `/v1/sends…`: handing in, and asking after it.
+
+One message, or a stream of them (`Batch`); both are answered from the accept table.
+"""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 from multidict import istr
 
-from ipc.batch import Batch
-from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer
+from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer, start_body
 from ipc.services import Services
-from ipc.shares import TURN
-from outbox import Caller
-from postroom._wire.accept_table import answer
+from ipc.shares import NOBODY, TURN, Budget
+from outbox import AcceptedRow, Caller, stopped
+from postroom._wire.accept_table import Answered, answer
 from postroom._wire.cloudevents import CloudEventQuery, read_event
 from postroom._wire.ids import is_client_message_id
-from postroom._wire.message import SendRequest, decode_request, prepare
+from postroom._wire.message import PreparedSend, SendRequest, decode_request, prepare
 from postroom._wire.operations import SendsQuery, WaitQuery
-from postroom._wire.sends import SETTLED, OutboxRow, SendList
-from postroom.chassis.routes import decode_query
+from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, SendList
+from postroom.chassis.routes import NDJSON, decode_query
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 _SMALL_BODY_BYTES: Final = 2048  # what counts as no more than any request does
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
 _TRACEPARENT: Final = istr("traceparent")
 _REPLAYED: Final = "Idempotent-Replayed: true\r\n"
+CHUNK_LINES: Final = 1000
+_PIECE: Final = 4096  # bytes that are cut into lines at once
+_TURN_OF_LINES: Final = TURN // 2  # bytes
+_CUT: Final = 8  # bytes of work that cutting off a line counts as
+_LINE: Final = 256  # bytes that a line counts as beside its own
+_ANSWERS: Final = 100  # written in one go
+_ANSWER: Final = 128  # bytes of work that an answer counts as
+_WAITING_CHUNKS: Final = 1
 
 _encode: Final = msgspec.json.Encoder().encode
+_encode_lines: Final = msgspec.json.Encoder().encode_lines
 
 
 class Sends:
@@ -162,3 +177,237 @@ def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
 def submitted_by(row: OutboxRow, caller: Caller) -> bool:
     """Tell whether `caller` handed this row in: `submitted_by` is `uid:gid`."""
     return (row.submitted_by or "").partition(":")[0] == str(caller.uid)
+
+
+class Chunk(NamedTuple):
+    """Lines that share a transaction: each prepared, or refused already.
+
+    `first` is the number of the first; `size` is what they draw on the budget, in bytes. What became of each is in
+    `outcomes` once they are on disk, where they go whether or not somebody still waits for that.
+    """
+
+    first: int
+    size: int
+    lines: Sequence[PreparedSend | PostroomError]
+    outcomes: asyncio.Task[list[AcceptedRow | PostroomError]]
+
+
+class Batch:
+    """One request to the batch route: NDJSON in and out at once, each message answered as soon as it is on disk.
+
+    Whatever has arrived, up to 1000 lines, shares one durable transaction; while it commits the next lines are read and
+    checked, and the store goes on with them before these are answered: it never waits for the answers of a caller that
+    is alone. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that
+    does not read its answers is not read from either: at most three chunks are accepted and not answered. An unfinished
+    line has the deadline of a body, and a line draws on `limits.buffered_bytes` from its first byte until its commit.
+    """
+
+    def __init__(self, services: Services, request: Request) -> None:
+        self._services = services
+        self._request = request
+        self._limits = services.limits
+
+    async def run(self) -> web.StreamResponse:
+        """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
+        check_media(self._request, NDJSON)
+        start_body(self._request, self._services.budget, 1)
+        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        await response.prepare(self._request)
+        self._request.connection.between_lines = True
+        self._request.connection.until_end().add_done_callback(self._take_no_more)
+        try:
+            await self._stream(response)
+        except (PostroomError, RequestPayloadError) as error:
+            raise ConnectionResetError("the stream ended too early") from error  # an answer cannot begin a second time
+        finally:
+            self._request.connection.until_end().remove_done_callback(self._take_no_more)
+            self._request.connection.between_lines = False
+        return response
+
+    def _take_no_more(self, _: asyncio.Future[None]) -> None:
+        """Answer what was read, and break off: the server stops, and the next line may be long in coming."""
+        self._request.content.set_exception(stopped())
+
+    async def _stream(self, response: web.StreamResponse) -> None:
+        uid = self._request.caller.uid
+        with closing(Splitter(self._limits.request_bytes, self._services.budget, uid)) as splitter:
+            chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
+            reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
+            try:
+                while (chunk := await chunks.get()) is not None:
+                    outcomes = await chunk.outcomes
+                    splitter.release(chunk.size)
+                    for start in range(0, len(outcomes), _ANSWERS):
+                        await self._request.take_turn(_ANSWERS * _ANSWER)
+                        results = [
+                            self._result(chunk.first + place, chunk.lines[place], outcomes[place])
+                            for place in range(start, min(start + _ANSWERS, len(outcomes)))
+                        ]
+                        await response.write(_encode_lines(results))
+                await reader
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+        await response.write_eof()
+
+    async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
+        """Put what arrives into `chunks`, and None at its end; once cancelled there is nobody to tell."""
+        connection = self._request.connection
+        first = 1
+        try:
+            async for lines in arrived_lines(self._request, splitter):
+                if lines:
+                    connection.between_lines = True  # if it takes long now, that is not the caller's doing
+                    size = sum(len(line) for line in lines if isinstance(line, bytes))
+                    prepared = await self._prepared(lines)
+                    outcomes = asyncio.create_task(self._accept(prepared), name="accept-chunk")
+                    await chunks.put(Chunk(first, size, prepared, outcomes))
+                    first += len(lines)
+                if connection.between_lines:
+                    connection.begin()
+                connection.between_lines = not splitter.unfinished
+        except Exception:
+            await chunks.put(None)
+            raise
+        await chunks.put(None)
+
+    async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
+        """Check the lines, no more in a turn than others can wait for."""
+        prepared: list[PreparedSend | PostroomError] = []
+        traceparent, work = self._request.headers.get("traceparent"), 0
+        for line in lines:
+            work += _LINE + (len(line) if isinstance(line, bytes) else 0)
+            if work > _TURN_OF_LINES:
+                await self._request.take_turn(work)
+                work = 0
+            if isinstance(line, PostroomError):
+                prepared.append(line)
+                continue
+            try:
+                prepared.append(prepare(line, traceparent=traceparent, max_body_bytes=self._limits.body_bytes))
+            except PostroomError as error:
+                prepared.append(error)
+        return prepared
+
+    async def _accept(self, lines: Sequence[PreparedSend | PostroomError]) -> list[AcceptedRow | PostroomError]:
+        """Put the good lines of a chunk on disk together; returns what became of every line."""
+        sends = [line for line in lines if not isinstance(line, PostroomError)]
+        try:
+            rows = await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
+        except PostroomError as error:  # what goes wrong with all of them is each one's problem
+            rows = [error] * len(sends)
+        if len(rows) == len(lines):
+            return rows
+        following = iter(rows)
+        return [line if isinstance(line, PostroomError) else next(following) for line in lines]
+
+    def _result(self, number: int, line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError) -> BatchResult:
+        sends = self._services.counters.sends
+        outcome: Answered | PostroomError
+        if isinstance(line, PostroomError):
+            outcome = line
+        else:
+            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._request.caller.uid)
+        if isinstance(outcome, PostroomError):
+            sends[outcome.code] += 1
+            return BatchResult(line=number, problem=outcome.problem)
+        sends[outcome.result.status] += 1
+        return BatchResult(line=number, result=outcome.result)
+
+
+async def arrived_lines(request: Request, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
+    """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
+
+    What completes no line yields an empty list. The last line needs no line end.
+    """
+    while data := await request.content.readany():
+        lines: list[bytes | PostroomError] = []
+        for start in range(0, len(data), _PIECE):
+            whole = splitter.feed(data[start : start + _PIECE])
+            lines += whole
+            await request.take_turn(_PIECE // 4 + _CUT * len(whole))
+            while len(lines) >= CHUNK_LINES:
+                yield lines[:CHUNK_LINES]
+                del lines[:CHUNK_LINES]
+        yield lines
+    if last := splitter.rest():
+        yield last
+
+
+class Splitter:
+    """Cuts a stream of bytes into lines; what it holds or has yielded draws on `budget`, for `uid`, until released.
+
+    It holds at most one unfinished line of `limit` bytes. A line that is longer (413), or for which the budget has no
+    room (429), becomes its refusal, draws on nothing, and its bytes are dropped as they come.
+    """
+
+    def __init__(self, limit: int, budget: Budget, uid: int = NOBODY) -> None:
+        self._limit = limit
+        self._budget = budget
+        self._uid = uid
+        self._held = 0
+        self._partial = bytearray()
+        self._refusal: PostroomError | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a line has begun whose end has not arrived."""
+        return bool(self._partial) or self._refusal is not None
+
+    def feed(self, data: bytes) -> list[bytes | PostroomError]:
+        """Return the lines that `data` completes."""
+        *ends, tail = data.split(b"\n")
+        if not ends:
+            self._extend(tail)
+            return []
+        lines = [self._finish(ends[0]), *map(self._whole, ends[1:])]
+        self._extend(tail)
+        return lines
+
+    def rest(self) -> list[bytes | PostroomError]:
+        """Return the last line where it had no line end."""
+        return [self._finish(b"")] if self.unfinished else []
+
+    def release(self, count: int) -> None:
+        """Give back the room of lines that have `count` bytes together."""
+        self._held -= count
+        self._budget.give_back(count, self._uid)
+
+    def close(self) -> None:
+        """Drop what is unfinished, and give all room back that has not been released."""
+        self._partial.clear()
+        self.release(self._held)
+
+    def _whole(self, line: bytes) -> bytes | PostroomError:
+        """Take a line that arrived in one piece: the usual one, which need not be put together."""
+        try:
+            self._take(line)
+        except PostroomError as refusal:
+            return refusal
+        return line
+
+    def _finish(self, piece: bytes) -> bytes | PostroomError:
+        self._extend(piece)
+        line = self._refusal or bytes(self._partial)
+        self._partial.clear()
+        self._refusal = None
+        return line
+
+    def _extend(self, piece: bytes) -> None:
+        if self._refusal is not None:
+            return
+        try:
+            self._take(piece)
+        except PostroomError as refusal:
+            self._refusal = refusal
+            self.release(len(self._partial))
+            self._partial.clear()
+        else:
+            self._partial += piece
+
+    def _take(self, piece: bytes) -> None:
+        if len(self._partial) + len(piece) > self._limit:
+            detail = f"the line has more than {self._limit} bytes: send less, or raise limits.request_bytes"
+            raise InvalidMessage.of("request_too_large", detail)
+        self._budget.take(len(piece), self._uid)
+        self._held += len(piece)

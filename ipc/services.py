@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any, Final, Protocol
 
 from inbox import Inbox, InboxSettings
-from ipc.destinations import DestinationRule
-from ipc.peers import Policy
+from ipc.peers import DestinationRule, Policy
 from ipc.shares import Budget, Limits
 from outbox import Outbox
 from postroom._wire.sends import RelayStatus

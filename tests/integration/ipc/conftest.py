@@ -18,8 +18,7 @@ import pytest
 from support.wire import Reply, encode, parse
 
 from inbox import Inbox
-from ipc.destinations import DestinationRule
-from ipc.peers import LocalToken, Policy, TcpGuard, peer_of
+from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, peer_of
 from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import Counters, Services

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from support.wire import encode
 
-from ipc.batch import CHUNK_LINES
 from ipc.peers import Policy
+from ipc.sends import CHUNK_LINES
 from ipc.shares import Limits
 from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.inboxes import Opened, message
 
-import ipc.batch
 import ipc.sends
 from inbox import Inbox, InboxSettings
 from ipc.shares import REQUEST, TURN, Budget, Limits
@@ -123,9 +122,9 @@ async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytes
     turn = 0
     cut, checked, answered = Counter[int](), Counter[int](), Counter[int]()
     for where, name, note in (
-        (ipc.batch.Splitter, "feed", lambda _, piece: cut.update({turn: len(piece)})),
-        (ipc.batch, "prepare", lambda line, **_: checked.update({turn: len(line)})),
-        (ipc.batch.Batch, "_result", lambda *_: answered.update({turn: 1})),
+        (ipc.sends.Splitter, "feed", lambda _, piece: cut.update({turn: len(piece)})),
+        (ipc.sends, "prepare", lambda line, **_: checked.update({turn: len(line)})),
+        (ipc.sends.Batch, "_result", lambda *_: answered.update({turn: 1})),
     ):
         monkeypatch.setattr(where, name, _counting(getattr(where, name), note))
     lines = line * min(300_000 // len(line), 10_000)

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.batch import Splitter
-from ipc.destinations import DestinationRule
 from ipc.http import _is_media
-from ipc.peers import GRACE_SECONDS, LocalToken, Policy, peer_of, rotate
-from ipc.sends import idempotency_key
+from ipc.peers import GRACE_SECONDS, DestinationRule, LocalToken, Policy, peer_of, rotate
+from ipc.sends import Splitter, idempotency_key
 from ipc.shares import Budget
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
