@@ -1,6 +1,6 @@
 """The command `postroom`, under a name that no user's module has.
 
-It may be typed anywhere, also where `PYTHONPATH` names a directory with a `cli/` or a `daemon.py` of the user's. So it
+It may be typed anywhere, also where `PYTHONPATH` names a directory with a `cli/` or a `daemon/` of the user's. So it
 forgets such directories before it imports anything of ours: what runs a user's code is another process.
 """
 

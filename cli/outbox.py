@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from cli import completion
 from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.connect import with_daemon
-from cli.daemon import daemon_config
 from cli.files import new_file, read_plain_file
 from cli.noun import (
     Config,
@@ -37,6 +36,7 @@ from cli.noun import (
     with_options,
 )
 from cli.output import ago, confirm, fields, json_line, line, note, progress, reason_or_ask, table, tree
+from cli.programs import daemon_config
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
 from postroom._wire.operations import MAX_PAGE, VERBS, Verb

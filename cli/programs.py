@@ -1,0 +1,196 @@
+"""`postroom daemon|broker|console|pipeline …`: run our programs, check what they need, look after what is theirs.
+
+A program is imported when it is run: what people type to ask a running one needs none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from cli.connect import with_broker
+from cli.noun import Config, Json, TokenFile, Url, noun
+from cli.output import fields, json_line, line, note, show_findings, table
+from postroom._wire.words import counted
+from postroom.chassis.exits import Exit, Fatal
+
+if TYPE_CHECKING:
+    from daemon.config import DaemonConfig
+    from postroom.chassis.exits import Finding
+
+AcceptLostIds = Annotated[
+    bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be used again.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The pipeline; `postroom pipeline list` shows them.")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Its options, as mesh=sea since=2026-11-01.")
+]
+
+daemons = noun("Run and check the daemon.")
+brokers = noun("Run and check the broker.")
+consoles = noun()
+pipelines = noun("Run the pipelines over the history, with Spark.")
+
+
+@daemons.command("run")
+def run_daemon(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> None:
+    """Accept, keep and relay until a signal says stop."""
+    from daemon.main import run  # noqa: PLC0415
+
+    raise SystemExit(run(daemon_config(config), accept_lost_ids=accept_lost_ids))
+
+
+@daemons.command()
+def rotate_token(*, config: Config = None) -> None:
+    """Write a new local token for the TCP port; the old one is valid for another 60 s."""
+    from daemon.postroomd import rotate_token as rotate  # noqa: PLC0415
+
+    line(f"the new token is in {rotate(daemon_config(config))}")
+
+
+@daemons.command()
+def check(*, config: Config = None, as_json: Json = False) -> None:
+    """Show the effective config with secrets masked, and try every server and file in it."""
+    from daemon.checks import check as find  # noqa: PLC0415
+    from postroom.chassis.config import effective  # noqa: PLC0415
+
+    loaded = daemon_config(config)
+    settings = {".".join(setting.path): value for setting, value in effective(loaded)}
+
+    async def collect() -> list[Finding]:
+        return [finding async for finding in find(loaded)]
+
+    if as_json:
+        json_line({"config": settings})
+    else:
+        fields(settings.items())
+        line("")
+    show_findings(asyncio.run(collect()), as_json=as_json)
+
+
+def daemon_config(file: Path | None) -> DaemonConfig:
+    """Read the config; where none was named, and `postroom up` wrote one, the refusal says where that lies."""
+    from cli.stack.layout import Layout  # noqa: PLC0415
+    from daemon.config import load_config  # noqa: PLC0415
+
+    try:
+        return load_config(file)
+    except Fatal as fatal:
+        state = os.environ.get("POSTROOM_STATE")
+        written = None if state is None else Layout(Path(state)).daemon_directory / "daemon.toml"
+        if file is not None or written is None or not written.exists():
+            raise
+        raise Fatal(fatal.exit_code, f"{fatal}; that of `postroom up` is {written}") from fatal
+
+
+@brokers.command("run")
+def run_broker(*, config: Config = None) -> None:
+    """Serve until a signal says stop."""
+    _of_broker("run", config)
+
+
+@brokers.command()
+def migrate(*, config: Config = None) -> None:
+    """Bring the database to this program's version."""
+    _of_broker("migrate", config)
+
+
+@brokers.command()
+def restored(*, config: Config = None) -> None:
+    """Mark the database as restored from a backup: daemons then find what it lacks, readers where to resume."""
+    _of_broker("restored", config)
+
+
+@brokers.command()
+def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
+    """Check that every accepted message has all its rows; exit code 1 if one has not."""
+    if not as_json:
+        _of_broker("orphan-check", config)
+    from broker.commands import find_orphans  # noqa: PLC0415
+    from broker.config import events_kept, load_config  # noqa: PLC0415
+
+    settings = load_config(config)
+    violations = asyncio.run(find_orphans(settings.database_url, events_kept=events_kept(settings.retention)))
+    for violation in violations:
+        json_line(violation._asdict())
+    if violations:
+        raise SystemExit(Exit.FAILED)
+
+
+@brokers.command()
+def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """Show what a running broker supports, and the member that the token belongs to."""
+    answer = with_broker(url, token_file, lambda client: client.features())
+    if as_json:
+        json_line(answer)
+        return
+    dedupe, payload, limit = answer.client_message_id_dedupe, answer.max_payload, answer.rate_limit
+    days = dedupe and dedupe.dedupe_retention_days
+    fields(
+        (
+            ("mesh", answer.mesh),
+            ("member", answer.member),
+            ("incarnation", answer.incarnation),
+            ("largest batch", f"{answer.max_batch} messages"),
+            ("ids are recognised", dedupe and (f"for {counted(days, 'day')}" if days else "forever")),
+            ("largest body", payload and f"{payload.inline_bytes} bytes"),
+            ("a mesh may send", limit and f"{counted(limit.per_mesh, 'message')} in {limit.window_seconds} s"),
+            ("a member may send", limit and f"{counted(limit.per_member, 'message')} in {limit.window_seconds} s"),
+        )
+    )
+
+
+def _of_broker(name: str, config: Path | None) -> NoReturn:
+    from broker.commands import main  # noqa: PLC0415
+
+    raise SystemExit(main(name, config))
+
+
+@consoles.command()
+def console(*, config: Config = None) -> None:
+    """Serve a page for operators, who log in with their token, until a signal says stop.
+
+    It asks the broker at `broker_url` of its config, or at POSTROOM_CONSOLE_BROKER_URL or POSTROOM_BROKER_URL.
+    """
+    from console.main import main  # noqa: PLC0415
+
+    raise SystemExit(main(config))
+
+
+@pipelines.command("run")
+def run_pipeline(*, name: Name, options: Words = None, as_json: Json = False) -> None:
+    """Run one pipeline to its end and print a summary; exit code 1 if it found a violation."""
+    from pipeline.runner import run_by_name  # noqa: PLC0415
+
+    outcome = run_by_name(name, options or [], shown=not as_json)
+    if as_json:
+        json_line({"pipeline": name, "failed": outcome.failed, **outcome.facts})
+    else:
+        fields(outcome.facts.items())
+        note(f"{name}: {'found what should not be' if outcome.failed else 'done'}")
+    if outcome.failed:
+        raise SystemExit(Exit.FAILED)
+
+
+@pipelines.command("list")
+def list_pipelines(*, as_json: Json = False) -> None:
+    """List the pipelines and their options."""
+    from pipeline.registry import PIPELINES, described  # noqa: PLC0415
+    from pipeline.runner import check_spark  # noqa: PLC0415
+
+    check_spark()
+    for pipeline in PIPELINES.values():
+        options = described(pipeline.options)
+        if as_json:
+            entry = {"name": pipeline.name, "reads": pipeline.reads, "summary": pipeline.summary, "options": options}
+            json_line(entry)
+            continue
+        line(f"{pipeline.name}: {pipeline.summary}")
+        table(
+            ("  OPTION", "MEANING"),
+            ((f"  {key}{'' if option['required'] else '='}", option["description"]) for key, option in options.items()),
+        )
