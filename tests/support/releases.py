@@ -16,7 +16,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from inbox.inbox import SCHEMA as INBOX
+from inbox import SCHEMA as INBOX
 from outbox.outbox import SCHEMA as OUTBOX
 from postroom._wire.sql import migrations
 from postroom.chassis.sqlite import Schema

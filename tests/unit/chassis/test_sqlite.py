@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from inbox.inbox import SCHEMA as INBOX
+from inbox import SCHEMA as INBOX
 from outbox.outbox import SCHEMA as OUTBOX
 from postroom.chassis.exits import Exit
 from postroom.chassis.sqlite import Schema, exit_after, is_broken, is_damage
