@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 from postroom._wire.message import Priority, parse_destination
 from postroom.errors import InvalidMessage
 from postroom.spark.database import chosen_url
-from postroom.spark.values import check_id_type, check_type
+from postroom.spark.rows import check_id_type, check_type
 
 Wait = Literal["queued", "accepted"]
 

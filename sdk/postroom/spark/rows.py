@@ -2,37 +2,79 @@
 
 Fails with `InvalidMessage` that names the row or the column where a row has no id, no destination, or a value that
 can't be sent; nothing of that slice has been sent then. With `on_refused` that row alone is left out, and handed over.
+
+How the values of Spark's types stand in JSON, and in an id (docs/spark.md, "Types"), is exact and independent of the
+session: a timestamp is in UTC whatever the session's time zone, a decimal keeps its digits as text, bytes are base64,
+what a double has and JSON has not (NaN, Infinity) is text.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from pyspark import TaskContext
-from pyspark.sql.types import BinaryType, StringType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    NullType,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 
 from postroom._wire.ids import MAX_ID_LENGTH
 from postroom._wire.message import SendRequest
 from postroom.errors import InvalidMessage
-from postroom.spark.options import WritePlan
-from postroom.spark.values import converter, id_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from postroom.spark.options import WritePlan
 
 _TAG_DIGITS: Final = 16  # of the namespace's hash
 _READABLE: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_ID_LENGTH - _TAG_DIGITS - 1}}}")
 Refuse: TypeAlias = Callable[[tuple[str, ...], InvalidMessage], None]
 
 _COLUMNS_SHOWN: Final = 5  # of a row that has no key
+
+Convert = Callable[[Any], Any]
+
+_EXACT: Final = (
+    StringType,
+    ByteType,
+    ShortType,
+    IntegerType,
+    LongType,
+    BooleanType,
+    DateType,
+    TimestampType,
+    TimestampNTZType,
+    DecimalType,
+)
+_PLAIN: Final = (*_EXACT, FloatType, DoubleType, BinaryType, NullType)
+_NOT_FINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -211,3 +253,95 @@ def key_text(plan: WritePlan, key: Sequence[str]) -> str:
 
 def _unusable(detail: str) -> InvalidMessage:
     return InvalidMessage.of("invalid_row", detail)
+
+
+def check_type(name: str, kind: DataType) -> None:
+    """Raise `InvalidMessage` where the column `name` holds, at any depth, what has no place in JSON."""
+    match kind:
+        case ArrayType():
+            check_type(name, kind.elementType)
+        case StructType():
+            for field in kind:
+                check_type(f"{name}.{field.name}", field.dataType)
+        case MapType():
+            check_type(name, kind.valueType)
+            if not isinstance(kind.keyType, _EXACT):
+                raise _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
+        case _ if not isinstance(kind, _PLAIN):
+            raise _unsupported(name, f"the type {kind.simpleString()}")
+
+
+def check_id_type(name: str, kind: DataType) -> None:
+    """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
+    if not isinstance(kind, _EXACT):
+        detail = (
+            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
+            "whole numbers, decimals, booleans, dates and times, which are the same text each time"
+        )
+        raise InvalidMessage.of("invalid_option", detail, field="id")
+
+
+def converter(kind: DataType) -> Convert | None:
+    """Return what turns a value as Arrow gives it into one that the JSON encoder writes by the rules; None: nothing."""
+    match kind:
+        case ArrayType():
+            convert = converter(kind.elementType)
+            return None if convert is None else _unless_null(lambda items: [convert(item) for item in items])
+        case MapType():
+            return _unless_null(_map(converter(kind.valueType)))
+        case StructType():
+            converters = {field.name: convert for field in kind if (convert := converter(field.dataType)) is not None}
+            if not converters:
+                return None
+            return _unless_null(
+                lambda value: value | {name: convert(value[name]) for name, convert in converters.items()}
+            )
+    return _SIMPLE.get(type(kind))
+
+
+def id_text(value: Any) -> str:
+    """Return the text of a value in an id: the same for the same value, whichever of the exact types holds it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Decimal):
+        return _digits(value)
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return _in_utc(value).replace(tzinfo=None).isoformat() + "Z"
+    return value.isoformat() if isinstance(value, date) else str(value)
+
+
+def _in_utc(value: datetime) -> datetime:
+    return value.astimezone(UTC)
+
+
+def _digits(value: Decimal) -> str:
+    return format(value, "f")
+
+
+def _finite(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return _NOT_FINITE.get(value, "NaN")
+
+
+def _unless_null(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+_SIMPLE: Final[dict[type[DataType], Convert]] = {
+    TimestampType: _unless_null(_in_utc),
+    DecimalType: _unless_null(_digits),
+    FloatType: _finite,
+    DoubleType: _finite,
+}
+
+
+def _map(convert: Convert | None) -> Convert:
+    if convert is None:
+        return lambda pairs: {id_text(key): value for key, value in pairs}
+    return lambda pairs: {id_text(key): convert(value) for key, value in pairs}
+
+
+def _unsupported(name: str, what: str) -> InvalidMessage:
+    detail = f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
+    return InvalidMessage.of("invalid_option", detail, field=name)

@@ -18,8 +18,7 @@ from postroom import InvalidMessage, SendRequest
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.spark import SPARK_ID
 from postroom.spark.options import plan_write
-from postroom.spark.rows import RowIds, RowReader
-from postroom.spark.values import id_text
+from postroom.spark.rows import RowIds, RowReader, id_text
 
 SCHEMA = StructType(
     [
