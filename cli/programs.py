@@ -179,8 +179,7 @@ def run_pipeline(*, name: Name, options: Words = None, as_json: Json = False) ->
 @pipelines.command("list")
 def list_pipelines(*, as_json: Json = False) -> None:
     """List the pipelines and their options."""
-    from pipeline.registry import PIPELINES, described  # noqa: PLC0415
-    from pipeline.runner import check_spark  # noqa: PLC0415
+    from pipeline.runner import PIPELINES, check_spark, described  # noqa: PLC0415
 
     check_spark()
     for pipeline in PIPELINES.values():

@@ -26,8 +26,7 @@ import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
-from pipeline.registry import Database, Outcome
-from pipeline.runner import submitted
+from pipeline.runner import Database, Outcome, submitted
 from pipeline.tables import read_ranges, snapshot
 
 if TYPE_CHECKING:

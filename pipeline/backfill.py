@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
-from pipeline.registry import Outcome, Struct
-from pipeline.runner import submitted
+from pipeline.runner import Outcome, Struct, submitted
 from pyspark_postroom.source import DefaultSource as Sink
 
 if TYPE_CHECKING:

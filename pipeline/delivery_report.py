@@ -17,8 +17,7 @@ import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DoubleType, StringType, StructType
 
-from pipeline.registry import History, Outcome, moment
-from pipeline.runner import submitted
+from pipeline.runner import History, Outcome, moment, submitted
 from pipeline.tables import read_ranges, snapshot
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from pipeline.registry import Database, Outcome
-from pipeline.runner import submitted
+from pipeline.runner import Database, Outcome, submitted
 from pipeline.tables import Snapshot, read_table, snapshot
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from broker.config import LimiterConfig
-from pipeline.registry import History, Outcome
-from pipeline.runner import submitted
+from pipeline.runner import History, Outcome, submitted
 from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from pipeline.registry import History, Outcome
-from pipeline.runner import submitted
+from pipeline.runner import History, Outcome, submitted
 from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
 

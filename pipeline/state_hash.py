@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from pyspark.sql.types import LongType, StringType, StructType
 
-from pipeline.registry import Outcome, Struct
-from pipeline.runner import submitted
+from pipeline.runner import Outcome, Struct, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.replay import verify
 

@@ -19,7 +19,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from broker.database import check_version
-from pipeline.registry import History
+from pipeline.runner import History
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected

@@ -17,8 +17,7 @@ from support.histories import History, run
 
 from broker.commands import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
-from pipeline.registry import Outcome
-from pipeline.runner import run_by_name
+from pipeline.runner import Outcome, run_by_name
 from postroom._wire.words import counted
 
 KEPT = timedelta(days=30)

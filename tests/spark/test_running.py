@@ -18,8 +18,7 @@ from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
 
-from pipeline.registry import PIPELINES, described, parse
-from pipeline.runner import run_by_name, submitted
+from pipeline.runner import PIPELINES, described, parse, run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.consumer import Delivery, Outcome
 from postroom.delivery.nats import connect
