@@ -16,7 +16,7 @@ from inbox import InboxSettings
 from ipc.shares import Limits
 from outbox import OutboxSettings
 from postroom._wire.administration import SLUG_PATTERN
-from postroom.chassis.config import load
+from postroom.chassis.config import load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings
 
@@ -116,15 +116,7 @@ def state_directory(config: DaemonConfig, environ: Mapping[str, str] = os.enviro
     """Return where the outbox lies; raises `Fatal` (78) where neither the config nor the environment says."""
     if config.state_directory is not None:
         return config.state_directory
-    if state := environ.get("XDG_STATE_HOME"):
-        home = Path(state) / "postroom"
-    elif os.getuid() == 0:
-        home = Path("/var/lib/postroom")
-    elif user_home := environ.get("HOME"):
-        home = Path(user_home) / ".local" / "state" / "postroom"
-    else:
-        raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_DAEMON_STATE_DIRECTORY)")
-    return home / config.mesh
+    return state_home("POSTROOM_DAEMON_STATE_DIRECTORY", environ) / config.mesh
 
 
 def token_file(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:

@@ -108,6 +108,20 @@ def load(
         raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}") from error
 
 
+def state_home(variable: str, environ: Mapping[str, str]) -> Path:
+    """Return below which directory programs keep their state where their config does not say.
+
+    Raises `Fatal` (78), which names `variable` as what sets it, for a user without a home.
+    """
+    if state := environ.get("XDG_STATE_HOME"):
+        return Path(state) / "postroom"
+    if os.getuid() == 0:
+        return Path("/var/lib/postroom")
+    if home := environ.get("HOME"):
+        return Path(home) / ".local" / "state" / "postroom"
+    raise Fatal(Exit.CONFIG, f"HOME is not set: set state_directory ({variable})")
+
+
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Walk every leaf of a config type, in the order it is written."""
     hints = get_type_hints(config, include_extras=True)

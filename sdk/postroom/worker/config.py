@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom.agent import Agent, agent_name
-from postroom.chassis.config import SECRET, load
+from postroom.chassis.config import SECRET, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
     AckWaitSeconds,
@@ -397,12 +397,6 @@ def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str]
         return config.state_directory
     if stack := environ.get("POSTROOM_STATE"):
         state = Path(stack)  # `postroom down --wipe` removes it with the rest
-    elif home := environ.get("XDG_STATE_HOME"):
-        state = Path(home) / "postroom"
-    elif os.getuid() == 0:
-        state = Path("/var/lib/postroom")
-    elif home := environ.get("HOME"):
-        state = Path(home) / ".local" / "state" / "postroom"
     else:
-        raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_AGENT_STATE_DIRECTORY)")
+        state = state_home("POSTROOM_AGENT_STATE_DIRECTORY", environ)
     return state / "agents" / f"{config.tenant}.{config.workspace}.{agent}"
