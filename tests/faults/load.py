@@ -95,7 +95,7 @@ async def relayed(state: Path, *, seconds: float = _REST_SECONDS) -> None:
         return not waiting
 
     try:
-        await until_so(empty, seconds)
+        await until_so(empty, seconds=seconds)
     except TimeoutError:
         raise Missed(f"the outbox was not relayed within {seconds:.0f} s") from None
 

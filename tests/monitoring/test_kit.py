@@ -13,9 +13,9 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from support.scraped import GENERATOR, Kit, WebServer, until
+from support.scraped import GENERATOR, PATIENCE, Kit, WebServer
 from support.small_disk import on_a_small_disk
-from support.waiting import until_so
+from support.waiting import until_so, wait_until
 
 from cli.stack.programs import choose_port
 from embedded.processes import tethered
@@ -301,11 +301,11 @@ def test_nothing_fires_in_a_quiet_hour_and_every_panel_has_data(kit: Kit) -> Non
 @pytest.mark.parametrize("provocation", PROVOCATIONS, ids=lambda each: each.__name__)
 def test_alerts_fire(kit: Kit, provocation: Provocation) -> None:
     wanted = PROVOCATIONS[provocation]
-    until(lambda: not wanted & kit.firing(), f"{wanted} do not fire yet")
+    wait_until(lambda: not wanted & kit.firing(), f"{wanted} do not fire yet", seconds=PATIENCE)
     steps = provocation(kit)
     next(steps)
     try:
-        until(lambda: wanted <= kit.firing(), f"{wanted} fire")
+        wait_until(lambda: wanted <= kit.firing(), f"{wanted} fire", seconds=PATIENCE)
         for alert in wanted:
             program, *words = ALERTS[alert]["first command"].split()
             if program == "postroom":
@@ -313,7 +313,7 @@ def test_alerts_fire(kit: Kit, provocation: Provocation) -> None:
                 kit.postroom(*(ours if word == installed else word for word in words), codes=(0, 1, 69))
     finally:
         next(steps, None)
-    until(lambda: not wanted & kit.firing(), f"{wanted} fire no more")
+    wait_until(lambda: not wanted & kit.firing(), f"{wanted} fire no more", seconds=PATIENCE)
 
 
 def test_every_alert_is_provoked() -> None:

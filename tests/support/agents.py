@@ -18,7 +18,8 @@ from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
-from support.jetstream import QUICK, Context, named, until
+from support.jetstream import QUICK, Context, named
+from support.waiting import until_so
 
 STOP_SECONDS = 3
 SETTINGS = AgentSettings(retry_seconds=0.05, publish_seconds=1)
@@ -139,7 +140,7 @@ async def settled(context: Context, durable: str = "counting_consumer", stream: 
             return False
         return info.num_ack_pending == 0 and info.num_pending == 0
 
-    await until(idle, "everything is settled")
+    await until_so(idle, "everything is settled")
 
 
 async def last_wanted(context: Context, stream: str, info: ConsumerInfo) -> int:

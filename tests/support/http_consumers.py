@@ -13,7 +13,8 @@ from nats.js.errors import NotFoundError
 from postroom.delivery.settings import HandlerSettings, NatsSettings
 from postroom.worker.config import ConsumerConfig, worker_of
 from postroom.worker.consumer import HttpConsumer, open_consumer
-from support.jetstream import DURABLE, Context, until
+from support.jetstream import DURABLE, Context
+from support.waiting import until_so
 
 
 class Inbox:
@@ -60,7 +61,7 @@ async def settled(context: Context, durable: str = DURABLE) -> None:
         # The server counts a new message as pending a moment after it has confirmed it: the sequence tells for sure.
         return info.delivered is not None and info.delivered.stream_seq >= last and info.num_ack_pending == 0
 
-    await until(idle, "everything is settled")
+    await until_so(idle, "everything is settled")
 
 
 @asynccontextmanager

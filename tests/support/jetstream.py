@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import nats
 from nats.aio.client import Client
 from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
+from embedded import EmbeddedNats
 from postroom._wire.dead_letters import LetterFilter
 from postroom.chassis.postgres import connected
 from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
@@ -23,6 +25,7 @@ from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.publishing.source import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream
+from support.waiting import until_so
 
 DURABLE = "sea__from_us"
 SECONDS = 60.0
@@ -30,12 +33,14 @@ QUICK = BackoffSettings(first_seconds=0.01, factor=1, most_seconds=0.01)
 _numbers = itertools.count(1)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Ask again and again, each time through the server, until `condition` holds."""
-    async with asyncio.timeout(SECONDS):
-        while not await condition():  # noqa: ASYNC110 - the server has no event to wait for
-            await asyncio.sleep(0.005)
-    assert what
+async def messages_in(server: EmbeddedNats, stream: str) -> list[RawStreamMsg]:
+    """Return every message of a stream, the oldest first."""
+    client = await nats.connect(server.url)
+    js = client.jetstream()
+    info = await js.stream_info(stream)
+    found = [await js.get_msg(stream, number) for number in range(1, info.state.last_seq + 1)]
+    await client.close()
+    return found
 
 
 def named(message_id: str) -> dict[str, str]:
@@ -143,7 +148,7 @@ class Context:
                 return False
             return info.num_ack_pending == 0 and info.num_pending == 0
 
-        await until(idle, "everything is settled")
+        await until_so(idle, "everything is settled")
 
     async def stored(self, stream: str) -> list[RawStreamMsg]:
         """Return the messages of a stream, in order."""

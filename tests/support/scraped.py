@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from email.utils import formatdate
 from http.client import HTTPResponse
@@ -28,20 +28,12 @@ from cli.stack.programs import DaemonProgram, WorkerProgram, choose_port
 from cli.stack.stack import Stack
 from embedded.processes import tethered
 from support.mailroom import Process
+from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 GENERATOR = runpy.run_path(str(ROOT / "monitoring" / "generate.py"))
 PATIENCE = 150.0  # seconds: an outage counts as one after 30, and what rose in an hour has risen for one minute here
-_PAUSE = 0.2  # seconds between two looks
 _PACE = "global:\n  scrape_interval: 1s\n  scrape_timeout: 1s\n  evaluation_interval: 1s\n\n"
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until it is so."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(_PAUSE)
 
 
 def sped_up(rules: str) -> str:
@@ -138,7 +130,11 @@ class Kit:
             "postroom-agent": [f"127.0.0.1:{agent}"],
         }
         self._start_prometheus()
-        until(lambda: len(self.series('up{job=~"postroom-.+"} == 1')) == len(self._targets) + 1, "all are scraped")
+        wait_until(
+            lambda: len(self.series('up{job=~"postroom-.+"} == 1')) == len(self._targets) + 1,
+            "all are scraped",
+            seconds=PATIENCE,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +156,11 @@ class Kit:
             self._configure()
             self._prometheus.send_signal(signal.SIGHUP)
             if targets is not before:
-                until(lambda: bool(self.series(f'up{{instance="{target}"}} == 1')), f"{target} is scraped")
+                wait_until(
+                    lambda: bool(self.series(f'up{{instance="{target}"}} == 1')),
+                    f"{target} is scraped",
+                    seconds=PATIENCE,
+                )
                 yield
 
     def series(self, query: str) -> list[Any]:
@@ -201,7 +201,7 @@ class Kit:
         ]
         with (self.directory / "prometheus.log").open("ab") as log:
             self._prometheus = subprocess.Popen(tethered(command), stderr=log)
-        until(self._is_ready, "Prometheus is ready")
+        wait_until(self._is_ready, "Prometheus is ready", seconds=PATIENCE)
 
     def _is_ready(self) -> bool:
         try:

@@ -5,23 +5,11 @@ A test configures one, breaks it, and reads what systemd knows of it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from support.container import Machine
-
-_SECONDS = 60.0
-_PAUSE = 0.05
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until `condition` holds, for as long as a slow machine may need."""
-    end = time.monotonic() + _SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"after {_SECONDS:.0f} s still not: {what}"
-        time.sleep(_PAUSE)
 
 
 @contextmanager

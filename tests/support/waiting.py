@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 SECONDS: Final = 60  # far more than anything takes; a test that waits as long has failed
 _PAUSE: Final = 0.005  # seconds between two looks
+_LONG_PAUSE: Final = 0.05  # the same, where a look is a process or a request
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -16,8 +18,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(_PAUSE)
 
 
-async def until_so(condition: Callable[[], Awaitable[bool]], seconds: float = SECONDS) -> None:
-    """The same for a condition that has to ask a server."""
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(_PAUSE)
+async def until_so(condition: Callable[[], Awaitable[bool]], what: str = "", *, seconds: float = SECONDS) -> None:
+    """The same for a condition that has to ask a server; `what` is named where it does not come to that."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not await condition():  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE)
+    except TimeoutError as error:
+        raise TimeoutError(f"after {seconds:.0f} s still not: {what}") from error
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = SECONDS) -> None:
+    """The same without a loop."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"after {seconds:.0f} s still not: {what}"
+        time.sleep(_LONG_PAUSE)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from support.container import Machine
-from support.services import Daemon, Service, until
+from support.services import Daemon, Service
+from support.waiting import wait_until
 
 from postroom import AsyncClient
 
@@ -36,7 +37,7 @@ async def test_a_killed_broker_comes_back_and_nothing_waits_for_ever(service: Se
 def test_a_broker_that_stands_still_is_ended_by_the_watchdog_and_started_again(service: Service) -> None:
     with service.setting("WatchdogSec=2s"):
         service.signal("STOP")
-        until(
+        wait_until(
             lambda: service.show("NRestarts") == "1" and service.show("ActiveState") == "active", "a broker that runs"
         )
 
@@ -44,7 +45,9 @@ def test_a_broker_that_stands_still_is_ended_by_the_watchdog_and_started_again(s
 def test_an_idle_broker_lives_on_under_a_short_watchdog(service: Service) -> None:
     with service.setting("WatchdogSec=1s"):
         first = int(service.show("WatchdogTimestampMonotonic"))
-        until(lambda: int(service.show("WatchdogTimestampMonotonic")) > first + 3_000_000, "three seconds of answers")
+        wait_until(
+            lambda: int(service.show("WatchdogTimestampMonotonic")) > first + 3_000_000, "three seconds of answers"
+        )
         assert service.show("NRestarts") == "0"
 
 

@@ -8,7 +8,8 @@ from itertools import count
 
 import pytest
 from support.container import Machine
-from support.services import Daemon, stopped, until
+from support.services import Daemon, stopped
+from support.waiting import wait_until
 
 from postroom import AsyncClient, Unavailable, new_id
 
@@ -70,7 +71,9 @@ async def test_a_daemon_that_stands_still_is_ended_by_the_watchdog_and_started_a
 async def test_an_idle_daemon_lives_on_under_a_short_watchdog(orders: Daemon) -> None:
     with orders.setting("WatchdogSec=1s"):
         first = int(orders.show("WatchdogTimestampMonotonic"))
-        until(lambda: int(orders.show("WatchdogTimestampMonotonic")) > first + 3_000_000, "three seconds of answers")
+        wait_until(
+            lambda: int(orders.show("WatchdogTimestampMonotonic")) > first + 3_000_000, "three seconds of answers"
+        )
         assert orders.show("NRestarts") == "0"
 
 
@@ -92,7 +95,7 @@ async def test_no_send_fails_while_the_daemon_is_restarted_under_load(orders: Da
             writers.create_task(write())
         for _ in range(5):
             enough = len(sent) + 100
-            await asyncio.to_thread(until, lambda enough=enough: len(sent) > enough, "a hundred sends more")
+            await asyncio.to_thread(wait_until, lambda enough=enough: len(sent) > enough, "a hundred sends more")
             await asyncio.to_thread(orders.machine.run, "systemctl", "restart", orders.unit)
         over.set()
     async with AsyncClient(orders.socket) as client:
@@ -161,8 +164,8 @@ async def test_the_status_line_tells_the_backlog(orders: Daemon, client: AsyncCl
     with stopped(orders.machine, "postroom-broker"):
         for _ in range(7):
             await client.send(TO, "a letter")
-        until(lambda: "7 waiting" in orders.show("StatusText"), "a status line that counts the backlog")
-    until(lambda: "0 waiting" in orders.show("StatusText"), "a status line without a backlog")
+        wait_until(lambda: "7 waiting" in orders.show("StatusText"), "a status line that counts the backlog")
+    wait_until(lambda: "0 waiting" in orders.show("StatusText"), "a status line without a backlog")
 
 
 async def test_the_journal_holds_json_lines_without_a_secret(orders: Daemon, client: AsyncClient) -> None:
@@ -197,6 +200,6 @@ async def _refused(daemon: Daemon) -> None:
     def gone() -> bool:
         return daemon.machine.attempt("systemctl", "is-active", daemon.socket_unit).stdout.strip() == "inactive"
 
-    await asyncio.to_thread(until, gone, f"{daemon.socket_unit} inactive")
+    await asyncio.to_thread(wait_until, gone, f"{daemon.socket_unit} inactive")
     with socket.socket(socket.AF_UNIX) as caller, pytest.raises((FileNotFoundError, ConnectionRefusedError)):
         caller.connect(str(daemon.socket))

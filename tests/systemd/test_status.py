@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.container import Machine
-from support.services import Daemon, until
+from support.services import Daemon
+from support.waiting import wait_until
 
 from postroom import BrokerClient
 
@@ -63,14 +64,14 @@ def test_status_shows_every_daemon_of_the_installation_and_names_the_one_that_is
     installation: Installation,
 ) -> None:
     here, other = installation.daemons
-    until(lambda: installation.programs().keys() == {here.mesh, other.mesh, "broker"}, "all three report")
+    wait_until(lambda: installation.programs().keys() == {here.mesh, other.mesh, "broker"}, "all three report")
     assert {one["status"] for one in installation.programs().values()} == {"ok"}
     troubled = [one["thing"] for one in installation.seen() if "level" in one]
     assert [thing for thing in troubled if here.mesh in thing or other.mesh in thing] == []
 
     other.signal("KILL")
     other.stop()  # and nobody starts it again
-    until(lambda: bool(installation.programs()[other.mesh].get("away")), "the daemon that was killed is away")
+    wait_until(lambda: bool(installation.programs()[other.mesh].get("away")), "the daemon that was killed is away")
     (gone,) = [one for one in installation.seen() if "level" in one and other.mesh in one["thing"]]
     assert (gone["level"], gone["what"].partition(" since")[0]) == ("down", "no report")
     log = installation.machine.attempt(*shlex.split(gone["help"], comments=True))
@@ -93,7 +94,7 @@ def test_a_trace_tells_from_any_daemon_what_became_of_a_message_and_the_command_
         told = installation.postroom("trace", name, "--json", socket=socket)
         return json.loads(told.stdout)["waits"] if told.returncode == 0 else []  # type: ignore[no-any-return]
 
-    until(lambda: any("died on" in wait["why"] for wait in waits(other)), "the row that died is told of elsewhere")
+    wait_until(lambda: any("died on" in wait["why"] for wait in waits(other)), "the row that died is told of elsewhere")
     (wait,) = waits(other)
     for command in wait["help"].split(" && "):
         yes = ["--yes"] if "requeue" in command else []
@@ -104,6 +105,6 @@ def test_a_trace_tells_from_any_daemon_what_became_of_a_message_and_the_command_
         told = installation.postroom("trace", name, "--json", socket=other)
         return [step for step in json.loads(told.stdout)["steps"] if step["what"] == "accepted"]
 
-    until(lambda: bool(accepted()), "its successor was accepted")
+    wait_until(lambda: bool(accepted()), "its successor was accepted")
     (step,) = accepted()
     assert (step["ids"]["mesh"], step["ids"]["to"]) == (mesh, "queue:nowhere")

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 from support.container import Machine
-from support.services import Daemon, until
+from support.services import Daemon
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.systemd
 
@@ -73,7 +74,7 @@ def test_her_daemon_with_a_wrong_config_is_not_tried_again(ada: Ada, mesh: str, 
     config.write_text("nonsense")
     assert ada.attempt("systemctl", "--user", "restart", f"postroomd@{mesh}").returncode != 0
     state = ["systemctl", "--user", "is-active", f"postroomd@{mesh}.service", f"postroomd@{mesh}.socket"]
-    until(lambda: ada.attempt(*state).stdout.split() == ["failed", "inactive"], "a failed daemon without a socket")
+    wait_until(lambda: ada.attempt(*state).stdout.split() == ["failed", "inactive"], "a failed daemon without a socket")
     config.write_text(right)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.agents import Counting, Running, Tally, attempted, opened, running_agent, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from postroom.agent import Emit, Envelope
 from postroom.delivery.consumer import Delivery, Outcome
@@ -59,7 +60,7 @@ async def test_attempts_and_the_last_error_survive_a_restart(context: Context, t
         async def failed_once() -> bool:
             return running.consumers[0].counters.retried == 1
 
-        await until(failed_once, "the first attempt has failed")
+        await until_so(failed_once, "the first attempt has failed")
     await context.js.delete_consumer(context.events, "counting_consumer")  # the server forgets what it delivered
     async with running_agent(context, tmp_path, Witness):
         await settled(context)
@@ -136,9 +137,9 @@ async def test_what_another_message_of_its_key_was_handled_for_leaves_no_attempt
     slow = {"backoff": {"first_seconds": 3600, "most_seconds": 3600}}
     async with running_agent(context, tmp_path, Witness, **slow) as running:
         await publish("fails", 9)
-        await until(lambda: counted(running, "retried"), "the first attempt has failed")
+        await until_so(lambda: counted(running, "retried"), "the first attempt has failed")
         await publish("is-handled", 0)
-        await until(lambda: counted(running, "done"), "the other is handled")
+        await until_so(lambda: counted(running, "done"), "the other is handled")
     assert attempted(tmp_path).keys() == {"fails"}
     await context.js.delete_consumer(context.events, "counting_consumer")  # so that both come again
     async with running_agent(context, tmp_path, Witness):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect
@@ -32,14 +33,14 @@ async def test_an_agent_goes_on_when_nats_comes_back(short_directory: Path, tmp_
             async def some_are_handled() -> bool:
                 return running.runtime.counters.handled >= ORDERS // 10
 
-            await until(some_are_handled, "the agent is at work")
+            await until_so(some_are_handled, "the agent is at work")
             server.stop()
             server.start()
 
             async def all_are_done() -> bool:
                 return running.runtime.counters.published == 2 * ORDERS and not running.consumers[0].in_hand
 
-            await until(all_are_done, "everything is published and acknowledged")
+            await until_so(all_are_done, "everything is published and acknowledged")
             await settled(context)
             assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
         assert set(Counting.runs.values()) == {1}
@@ -67,7 +68,7 @@ async def test_every_effect_is_there_after_purges_and_a_lost_store(short_directo
             async def some_are_handled() -> bool:
                 return counters.handled >= ORDERS // 10
 
-            await until(some_are_handled, "the agent is at work")
+            await until_so(some_are_handled, "the agent is at work")
             await context.js.purge_stream(context.events)
             server.stop()
             shutil.rmtree(short_directory / "nats" / "jetstream")
@@ -80,14 +81,14 @@ async def test_every_effect_is_there_after_purges_and_a_lost_store(short_directo
                     return False
                 return True
 
-            await until(declared, "the streams are there again")
+            await until_so(declared, "the streams are there again")
             await place_orders(context, [f"{order}/1" for order in orders])  # as the worker's record does
 
             async def every_effect_is_there() -> bool:
                 effects = {message_id.partition("/")[0] for message_id in await emitted(context)}
                 return counters.handled == ORDERS and len(effects) == 2 * ORDERS
 
-            await until(every_effect_is_there, "every effect is there")
+            await until_so(every_effect_is_there, "every effect is there")
             await settled(context)
             assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
         assert set(Counting.runs.values()) == {1}
@@ -114,18 +115,18 @@ async def test_a_paused_nats_costs_an_agent_nothing_but_time(short_directory: Pa
             async def silence_is_noticed() -> bool:
                 return not running.consumers[0]._pull.sure
 
-            await until(some_are_handled, "the agent is at work")
+            await until_so(some_are_handled, "the agent is at work")
             assert server.process is not None
             os.kill(server.process.pid, signal.SIGSTOP)
             try:
-                await until(silence_is_noticed, "the silence is noticed")
+                await until_so(silence_is_noticed, "the silence is noticed")
             finally:
                 os.kill(server.process.pid, signal.SIGCONT)
 
             async def all_are_done() -> bool:
                 return running.runtime.counters.published == 2 * ORDERS and not running.consumers[0].in_hand
 
-            await until(all_are_done, "everything is published and acknowledged")
+            await until_so(all_are_done, "everything is published and acknowledged")
             await settled(context)
             assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
         assert set(Counting.runs.values()) == {1}

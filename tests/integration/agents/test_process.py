@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from support.agents import emitted, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from embedded.processes import tethered
 from postroom.chassis.ownership import this_user
@@ -143,7 +144,7 @@ async def test_an_agent_waits_for_a_stream_that_is_declared_after_its_start(comm
     async def opened() -> bool:
         return command_line.database.exists()
 
-    await until(opened, "for the store, which is opened before the stream is looked for")
+    await until_so(opened, "for the store, which is opened before the stream is looked for")
     await command_line.context.declare()
     assert process.stderr is not None
     assert b'"event":"ready"' in [line async for line in until_ready(process.stderr)][-1]
@@ -193,7 +194,7 @@ async def test_what_an_agent_published_is_published_again_by_hand(command_line: 
         async def again() -> bool:
             return sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
 
-        await until(again, "they are there a second time, under a fresh id")
+        await until_so(again, "they are there a second time, under a fresh id")
     assert sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
     with closing(sqlite3.connect(command_line.database)) as db:
         (logged,) = db.execute("SELECT actor, verb, subject, reason FROM operator_log")

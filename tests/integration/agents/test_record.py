@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope
@@ -36,7 +37,7 @@ async def all_there(context: Context, directory: Path, epoch: str) -> None:
     async def there() -> bool:
         return await emitted(context) == wanted
 
-    await until(there, "everything that was emitted is in the stream once")
+    await until_so(there, "everything that was emitted is in the stream once")
 
 
 async def compared(running: Running, times: int = 3) -> None:
@@ -47,7 +48,7 @@ async def compared(running: Running, times: int = 3) -> None:
     async def done() -> bool:
         return record.comparisons >= before + times
 
-    await until(done, "the record has compared")
+    await until_so(done, "the record has compared")
 
 
 async def test_what_was_purged_is_published_again_under_a_fresh_id(context: Context, tmp_path: Path):
@@ -76,7 +77,7 @@ async def test_what_is_there_is_not_published_again(context: Context, tmp_path: 
         async def the_rest_is_back() -> bool:
             return len(await emitted(context)) == 2 * len(ORDERS)
 
-        await until(the_rest_is_back, "what was purged is back")
+        await until_so(the_rest_is_back, "what was purged is back")
         await compared(running)
         assert running.runtime.counters.lost == lost
         assert set((await emitted(context)).values()) == {1}
@@ -153,9 +154,9 @@ async def test_the_letters_that_a_stream_lost_are_published_again(context: Conte
         assert await letters() == [f"dead:counting_consumer:bad-{number}" for number in (1, 2)]
         await context.js.delete_stream(context.dlq)
         await ensure_stream(context.js, next(stream for stream in context.streams if stream.name == context.dlq))
-        await until(again, "the letters are back")
+        await until_so(again, "the letters are back")
     async with running_agent(context, tmp_path, settings=msgspec.structs.replace(RECORD, keep_days=1e-9)):
-        await until(lambda: forgotten(tmp_path), "letters of long ago are forgotten")
+        await until_so(lambda: forgotten(tmp_path), "letters of long ago are forgotten")
 
 
 async def test_a_letter_is_published_when_its_stream_is_there_again(context: Context, tmp_path: Path):
@@ -168,7 +169,7 @@ async def test_a_letter_is_published_when_its_stream_is_there_again(context: Con
         async def there() -> bool:
             return [letter.message_id for letter in await context.letters()] == ["bad"]
 
-        await until(there, "the letter is published")
+        await until_so(there, "the letter is published")
 
 
 async def test_a_letter_larger_than_nats_takes_is_published_without_its_payload(context: Context, tmp_path: Path):
@@ -231,7 +232,7 @@ async def test_what_a_server_lost_with_its_newest_is_published_again(
                     event.envelope.id for event in kept(tmp_path) if event.role == "emitted"
                 }
 
-            await until(all_are_there, "everything that was emitted is in the stream")
+            await until_so(all_are_there, "everything that was emitted is in the stream")
             await compared(running)
             assert running.runtime.state == Tally(10, 20)
             counts = await emitted(context)
@@ -298,7 +299,7 @@ async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_kn
     assert noted(tmp_path) == 2 * len(ORDERS)
 
     async with running_agent(context, tmp_path, settings=msgspec.structs.replace(RECORD, keep_days=1e-9)) as running:
-        await until(lambda: forgotten(tmp_path), "all is forgotten")
+        await until_so(lambda: forgotten(tmp_path), "all is forgotten")
         again = {"Nats-Msg-Id": f"{ORDERS[0]}/1", "Postroom-Epoch": "1"}
         await context.js.publish(context.subject, b'{"total":2}', headers=again)
         await settled(context)

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
@@ -255,7 +256,7 @@ async def test_what_cannot_be_published_now_is_published_later_and_holds_up_nobo
         async def only_stuck_is_left() -> bool:
             return running.consumers[0].counters.done == len(ORDERS)
 
-        await until(only_stuck_is_left, "the others are done")
+        await until_so(only_stuck_is_left, "the others are done")
         assert [event.envelope.type for event in kept(tmp_path) if event.role == "emitted" and not event.published] == [
             "run"
         ]

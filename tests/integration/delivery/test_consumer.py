@@ -5,7 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from support.jetstream import QUICK, Context, Script, running, until
+from support.jetstream import QUICK, Context, Script, running
+from support.waiting import until_so
 
 from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters
@@ -91,7 +92,7 @@ class Silent(Script):
 async def test_a_message_that_the_handler_says_nothing_about_comes_again(context: Context):
     await context.publish(["a"])
     async with context.consuming(Silent()) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.retried > 1), "further deliveries")
+        await until_so(lambda: _is(lambda: consumer.counters.retried > 1), "further deliveries")
     assert await context.letters() == []
 
 
@@ -124,8 +125,8 @@ async def test_a_message_that_waits_for_its_next_attempt_does_not_hold_up_others
     script = Script(lambda delivery: Later("later", 3600) if int(delivery.message_id or "") % 2 else DONE)
     async with context.consuming(script, max_ack_pending=5, batch=5) as consumer:
         await script.saw(200)
-        await until(lambda: _is(lambda: consumer.counters.done == 100), "the others")
-        await until(lambda: _pending(context, 100), "only those that wait are pending")
+        await until_so(lambda: _is(lambda: consumer.counters.done == 100), "the others")
+        await until_so(lambda: _pending(context, 100), "only those that wait are pending")
     assert sorted(script.ids()) == sorted(ids)
 
 
@@ -161,7 +162,7 @@ async def test_a_handler_slower_than_ack_wait_is_not_run_twice(context: Context)
     script = Script(wait)
     other = Script()
     async with context.consuming(script, ack_wait_seconds=0.3), context.consuming(other, ack_wait_seconds=0.3):
-        await until(lambda: _is(lambda: "slow" in script.ids() + other.ids()), "it is being handled")
+        await until_so(lambda: _is(lambda: "slow" in script.ids() + other.ids()), "it is being handled")
         if "slow" in other.ids():
             gate.set()
         await _ack_waits(context, 4)
@@ -183,9 +184,9 @@ async def test_a_message_in_hand_that_comes_again_is_not_handed_over_again(conte
         await script.saw(1)
         consumer._pull._doubt = True  # as after a silence: the server gets no word, and delivers it again
         look, consumer._pull._look = consumer._pull._look, _never
-        await until(lambda: _delivered(context, 1), "the server gave up waiting")
+        await until_so(lambda: _delivered(context, 1), "the server gave up waiting")
         consumer._pull._look = look
-        await until(lambda: _is(lambda: consumer.counters.redelivered >= 1), "the second delivery")
+        await until_so(lambda: _is(lambda: consumer.counters.redelivered >= 1), "the second delivery")
         gate.set()
         await context.settled()
     assert len(script.seen) == 1
@@ -199,10 +200,10 @@ async def test_without_a_place_for_dead_letters_the_message_comes_again(context:
     await context.js.add_stream(name=taken.name, subjects=taken.subjects)
     script = Script(lambda _: POISON)
     async with context.consuming(script) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.retried >= 1), "another attempt")
+        await until_so(lambda: _is(lambda: consumer.counters.retried >= 1), "another attempt")
         assert consumer.counters.dead_lettered == 0
         await context.js.delete_stream(taken.name)
-        await until(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
+        await until_so(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
     assert len(await context.letters()) == 1
 
 
@@ -244,7 +245,7 @@ async def test_two_consumers_of_one_name_share_the_work(context: Context):
         context.consuming(one, max_ack_pending=10, batch=5),
         context.consuming(other, max_ack_pending=10, batch=5),
     ):
-        await until(lambda: _is(lambda: len(one.seen) + len(other.seen) >= 400), "all of them")
+        await until_so(lambda: _is(lambda: len(one.seen) + len(other.seen) >= 400), "all of them")
         await context.settled()
     assert sorted(one.ids() + other.ids()) == sorted(ids)
     assert one.seen
@@ -264,7 +265,7 @@ async def test_a_stop_finishes_what_is_handled_and_hands_back_the_rest_at_once(c
     task = asyncio.create_task(consumer.run())
     await script.saw(3)
     stopping = asyncio.create_task(consumer.stop())
-    await until(lambda: _is(lambda: consumer.in_hand == 3), "the rest is handed back")
+    await until_so(lambda: _is(lambda: consumer.in_hand == 3), "the rest is handed back")
     assert not stopping.done()
     gate.set()
     await stopping
@@ -327,7 +328,7 @@ async def test_a_thousand_poison_messages_among_ten_thousand_are_all_dead_letter
         return POISON if number % (2 * every) else fails_three_times(delivery)
 
     async with context.consuming(Script(judge), max_ack_pending=50) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.dead_lettered == poison), "every dead letter")
+        await until_so(lambda: _is(lambda: consumer.counters.dead_lettered == poison), "every dead letter")
         await context.settled()
     letters = await context.letters()
     assert consumer.counters.done == count - poison
@@ -349,7 +350,7 @@ async def test_a_dead_letter_that_was_published_before_a_crash_is_not_published_
         Script(lambda _: POISON), dead_letters=Crashing(context.js, context.name), ack_wait_seconds=0.2
     )
     task = asyncio.create_task(consumer.run())
-    await until(lambda: _is_buried(context), "the dead letter")
+    await until_so(lambda: _is_buried(context), "the dead letter")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await consumer._pull.stop()
@@ -382,7 +383,7 @@ async def _ack_waits(context: Context, count: int) -> None:
     """Return after `count` times the consumer's ack_wait."""
     loop = asyncio.get_running_loop()
     end = loop.time() + (await context.info()).config.ack_wait * count
-    await until(lambda: _is(lambda: loop.time() >= end), "the time passes")
+    await until_so(lambda: _is(lambda: loop.time() >= end), "the time passes")
 
 
 async def _never() -> bool:

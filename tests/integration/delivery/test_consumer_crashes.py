@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jetstream import Context, until
+from support.jetstream import Context
+from support.waiting import until_so
 
 from embedded.processes import tethered
 
@@ -44,7 +45,7 @@ async def test_a_consumer_killed_at(context: Context, nats_url: str, tmp_path: P
     assert await asyncio.to_thread(killed.wait, 30) == -signal.SIGKILL
     survivor = start(nats_url, context.name, "never", victim, effects)
     try:
-        await until(lambda: _is_settled(context), "everything is settled")
+        await until_so(lambda: _is_settled(context), "everything is settled")
     finally:
         survivor.kill()
         survivor.wait()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from nats.errors import Error
-from support.jetstream import DURABLE, Context, Script, until
+from support.jetstream import DURABLE, Context, Script
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.delivery import pull
@@ -58,7 +59,7 @@ def kill(server: EmbeddedNats) -> None:
 
 
 async def reached(consumer_script: Script, ids: set[str]) -> None:
-    await until(lambda: _is(lambda: ids <= set(consumer_script.ids())), f"all {len(ids)}")
+    await until_so(lambda: _is(lambda: ids <= set(consumer_script.ids())), f"all {len(ids)}")
 
 
 async def test_a_killed_nats_is_found_again_and_nothing_is_lost(server: EmbeddedNats, own: Context) -> None:
@@ -69,7 +70,7 @@ async def test_a_killed_nats_is_found_again_and_nothing_is_lost(server: Embedded
         await script.saw(50)
         kill(server)
         server.start()
-        await until(lambda: _exists(own), "it is back")
+        await until_so(lambda: _exists(own), "it is back")
         await own.publish(sorted(second))
         await reached(script, first | second)
         await own.settled()
@@ -90,10 +91,10 @@ async def test_what_is_done_while_nats_is_away_is_acknowledged_when_it_is_back(
     async with own.consuming(script, ack_wait_seconds=3600) as consumer:
         await script.saw(1)
         kill(server)
-        await until(lambda: _is(lambda: not own.connection.is_connected), "the connection is lost")
+        await until_so(lambda: _is(lambda: not own.connection.is_connected), "the connection is lost")
         gate.set()  # sooner, the ack could go into the socket of the dead server, and the message come after `ack_wait`
         server.start()
-        await until(lambda: _exists(own), "it is back")
+        await until_so(lambda: _exists(own), "it is back")
         await own.settled()
         assert consumer.counters.done >= 1
     assert set(script.ids()) == {"a"}  # a killed server may have forgotten that it was delivered
@@ -109,7 +110,7 @@ async def test_a_paused_nats_goes_on_where_it_was(server: EmbeddedNats, own: Con
         await script.saw(50)
         os.kill(process.pid, signal.SIGSTOP)
         try:
-            await until(lambda: _is(lambda: not consumer._pull.sure), "the silence is noticed")
+            await until_so(lambda: _is(lambda: not consumer._pull.sure), "the silence is noticed")
         finally:
             os.kill(process.pid, signal.SIGCONT)
         await reached(script, ids)
@@ -151,7 +152,7 @@ async def test_what_is_deleted_under_a_consumer_is_made_anew(own: Context, delet
         await script.saw(1)
         await own.settled()
         await delete(own)  # type: ignore[misc]
-        await until(lambda: _exists(own), "the consumer is there again")
+        await until_so(lambda: _exists(own), "the consumer is there again")
         await own.publish(["after"])
         await reached(script, {"after"})
         await own.settled()
@@ -170,11 +171,11 @@ async def test_an_ack_for_a_message_of_a_consumer_that_is_gone_settles_nothing_o
     async with own.consuming(script, ack_wait_seconds=3600) as consumer:
         await script.saw(1)
         await own.js.delete_stream(own.events)
-        await until(lambda: _exists(own), "the consumer is there again")
+        await until_so(lambda: _exists(own), "the consumer is there again")
         epoch = (await own.info()).created
-        await until(lambda: _is(lambda: consumer._pull._epoch == epoch), "it is known to be another")
+        await until_so(lambda: _is(lambda: consumer._pull._epoch == epoch), "it is known to be another")
         gate.set()
-        await until(lambda: _is(lambda: consumer.in_hand == 0), "the old one is forgotten")
+        await until_so(lambda: _is(lambda: consumer.in_hand == 0), "the old one is forgotten")
         assert consumer.counters.done == 0
         await own.publish(["new"])  # has the sequence that the old one had
         await reached(script, {"new"})
@@ -192,7 +193,7 @@ async def test_a_store_that_vanished_is_declared_again_and_new_messages_arrive(
         kill(server)
         shutil.rmtree(server.directory / "jetstream")
         server.start()
-        await until(lambda: _exists(own), "stream and consumer are there again")
+        await until_so(lambda: _exists(own), "stream and consumer are there again")
         await own.publish(["after"])
         await reached(script, {"after"})
         await own.settled()
@@ -211,7 +212,7 @@ async def test_a_dead_letter_stream_that_vanished_is_declared_again(own: Context
 async def test_a_connection_that_was_closed_for_good_ends_the_consumer(own: Context) -> None:
     consumer = own.consumer(Script())
     task = asyncio.create_task(consumer.run())
-    await until(lambda: _is(lambda: consumer._pull.sure), "it runs")
+    await until_so(lambda: _is(lambda: consumer._pull.sure), "it runs")
     await own.connection.close()
     with pytest.raises(Unavailable, match="closed"):
         await task
@@ -253,7 +254,7 @@ async def test_a_reader_that_gets_nothing_though_messages_wait_says_so(
         info = await own.js.consumer_info(own.events, DURABLE)
         await own.js.add_consumer(own.events, info.config.evolve(max_ack_pending=1))
         await own.publish(["b", "c"])
-        await until(lambda: _is(lambda: "2 messages wait" in (consumer.trouble or "")), "it says what waits")
+        await until_so(lambda: _is(lambda: "2 messages wait" in (consumer.trouble or "")), "it says what waits")
         held.set()
         await script.saw(3)
-        await until(lambda: _is(lambda: consumer.trouble is None), "it says nothing more")
+        await until_so(lambda: _is(lambda: consumer.trouble is None), "it says nothing more")

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import nats
-from support.jetstream import Context, Script, until
+from support.jetstream import Context, Script
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.delivery.consumer import DONE, Delivery, Done, Later, Outcome
@@ -33,7 +34,7 @@ async def test_a_paused_consumer_is_given_nothing_by_whichever_process_asks(cont
             async def reconciled() -> bool:
                 return (await context.info()).config.max_ack_pending == changed
 
-            await until(reconciled, "it is changed")
+            await until_so(reconciled, "it is changed")
             info = await context.info()
             assert (info.num_pending, pause_of(info)) == (1, ADA)
             assert (script.ids(), other.ids()) == (["before"], [])
@@ -61,7 +62,7 @@ async def test_what_is_in_hand_is_finished_and_what_fails_waits_with_the_rest(co
         async def handed_back() -> bool:
             return (await context.info()).num_ack_pending == 1
 
-        await until(handed_back, "one is done")
+        await until_so(handed_back, "one is done")
         await context.publish(["later"])
         assert len(script.seen) == 2
         await resume(context.js, await context.info())

@@ -9,7 +9,8 @@ import pytest
 import structlog
 from nats.js.api import RetentionPolicy
 from nats.js.errors import NotFoundError
-from support.jetstream import Context, Script, until
+from support.jetstream import Context, Script
+from support.waiting import until_so
 
 from postroom.chassis.config import load
 from postroom.chassis.exits import Fatal
@@ -165,7 +166,7 @@ async def test_a_filter_that_got_wider_is_consumed_after_a_restart(context: Cont
         await script.saw(1)
     with structlog.testing.capture_logs() as logged:
         async with context.consuming(script, filter_subjects=[context.subject, other], ack_wait_seconds=77):
-            await until(lambda: _changed(context, 77), "the consumer is brought to its settings")
+            await until_so(lambda: _changed(context, 77), "the consumer is brought to its settings")
             await context.publish(["b"], subject=other)
             await script.saw(2)
     assert script.ids() == ["a", "b"]
@@ -180,13 +181,13 @@ async def _changed(context: Context, ack_wait: float) -> bool:
 async def test_another_filter_is_refused_while_somebody_consumes_under_the_name(context: Context):
     wider = context.settings(filter_subjects=[f"{context.name}.event.>"])
     async with context.consuming(Script(), filter_subjects=[context.subject]):
-        await until(lambda: _is_waiting(context), "the first asks for messages")
+        await until_so(lambda: _is_waiting(context), "the first asks for messages")
         with pytest.raises(Conflict, match=r"filter_subjects.*another program") as refused:
             await ensure_consumer(context.js, wider)
         assert refused.value.retryable
         same = context.settings(filter_subjects=[context.subject], ack_wait_seconds=60)
         assert (await ensure_consumer(context.js, same)).action == "changed"
-    await until(lambda: _is_idle(context), "the first has gone")
+    await until_so(lambda: _is_idle(context), "the first has gone")
     assert (await ensure_consumer(context.js, wider)).action == "changed"
 
 

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import asyncpg
-import nats
 import pytest
 from support.applications import fetch
+from support.jetstream import messages_in
 from support.mailroom import worker
 from support.waiting import until_so
 
@@ -42,14 +41,6 @@ async def shop_url(postgres_server: EmbeddedPostgres) -> AsyncIterator[str]:
     await install(url, meshes=["demo"])
     yield url
     await fetch(postgres_server.url, f"DROP DATABASE {name} WITH (FORCE)")
-
-
-@pytest.fixture
-def own_nats(short_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(short_directory / "nats")
-    server.start()
-    yield server
-    server.stop()
 
 
 @contextmanager
@@ -131,7 +122,7 @@ async def test_no_order_is_lost_or_told_twice_though_the_shop_and_its_worker_are
             await until_so(lambda: _is(shop_url, waiting, 0))
 
     told: dict[str, Counter[int]] = {"order_placed": Counter(), "order_confirmed": Counter()}
-    for message in await read(own_nats, "DEMO_EVENTS"):
+    for message in await messages_in(own_nats, "DEMO_EVENTS"):
         kind = message.subject.split(".")[2]
         if kind in told:
             told[kind][json.loads(message.data)["order"]] += 1
@@ -143,12 +134,3 @@ async def test_no_order_is_lost_or_told_twice_though_the_shop_and_its_worker_are
 
 async def _is(url: str, query: str, value: int) -> bool:
     return bool(await fetch(url, query) == value)
-
-
-async def read(server: EmbeddedNats, stream: str) -> list[Any]:
-    client = await nats.connect(server.url)
-    js = client.jetstream()
-    info = await js.stream_info(stream)
-    found = [await js.get_msg(stream, number) for number in range(1, info.state.last_seq + 1)]
-    await client.close()
-    return found

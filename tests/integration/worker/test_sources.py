@@ -7,16 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import asyncpg
 import nats
 import pytest
 from support.applications import application_database, fetch, owner_of
+from support.jetstream import messages_in
 from support.mailroom import worker
 from support.waiting import until_so
 
@@ -27,14 +27,6 @@ from postroom.delivery.applications import install
 EMIT = "SELECT postroom.emit('demo', 'order', $1, 'order_placed', jsonb_build_object('order', $2::integer))::text"
 UNPUBLISHED = "SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL"
 QUICK = {"POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.1", "POSTROOM_WORKER_EVENTS_IDLE_SECONDS": "0.05"}
-
-
-@pytest.fixture
-def own_nats(short_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(short_directory / "nats")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -91,15 +83,6 @@ async def _none_waits(url: str) -> bool:
     return await fetch(owner_of(url), UNPUBLISHED) == 0
 
 
-async def read(server: EmbeddedNats, stream: str = "DEMO_EVENTS") -> Sequence[Any]:
-    client = await nats.connect(server.url)
-    js = client.jetstream()
-    info = await js.stream_info(stream)
-    found = [await js.get_msg(stream, number) for number in range(1, info.state.last_seq + 1)]
-    await client.close()
-    return found
-
-
 async def test_a_worker_publishes_what_two_applications_commit_beside_what_the_broker_accepts(
     broker: str, shop: str, books: str, own_nats: EmbeddedNats, tmp_path: Path
 ) -> None:
@@ -114,7 +97,9 @@ async def test_a_worker_publishes_what_two_applications_commit_beside_what_the_b
         process.terminate()
         assert await asyncio.to_thread(process.wait) == 0
 
-    messages = {one.headers["Nats-Msg-Id"]: json.loads(one.data)["order"] for one in await read(own_nats)}
+    messages = {
+        one.headers["Nats-Msg-Id"]: json.loads(one.data)["order"] for one in await messages_in(own_nats, "DEMO_EVENTS")
+    }
     assert messages == {of_broker: 0, **dict(zip(ids, [1, 2, 3, 1, 2, 3], strict=True))}
     assert not set(lost) & set(messages)
     assert 'postroom_worker_published_total{source="events"} 1.0' in metrics
@@ -142,7 +127,7 @@ async def test_a_mesh_that_the_broker_has_not_is_refused_at_emit_once_a_worker_h
         await until_so(lambda: _is(owner_of(shop), known, 2))
         await fetch(shop, elsewhere, "one", 3)
         await published(shop)
-    assert [json.loads(one.data)["order"] for one in await read(own_nats, "SHOP_EVENTS")] == [1, 3]
+    assert [json.loads(one.data)["order"] for one in await messages_in(own_nats, "SHOP_EVENTS")] == [1, 3]
 
 
 async def _is(url: str, query: str, value: object) -> bool:
@@ -162,7 +147,7 @@ async def test_what_was_committed_is_published_once_though_workers_are_killed_be
             process.kill()
     with worker(*arguments, **environment):
         await published(shop)
-    assert [one.headers["Nats-Msg-Id"] for one in await read(own_nats)] == ids
+    assert [one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "DEMO_EVENTS")] == ids
 
 
 async def test_an_application_whose_database_is_unreachable_keeps_up_nobody_else(
@@ -183,7 +168,7 @@ async def test_an_application_whose_database_is_unreachable_keeps_up_nobody_else
         status, text = await _ask(started["page"], "/ready")
         assert status == 503
         assert "source away: events wait: " in text
-        assert [one.headers["Nats-Msg-Id"] for one in await read(own_nats)] == ids
+        assert [one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "DEMO_EVENTS")] == ids
         away.start()
         try:
             await published(away.url)
@@ -199,7 +184,7 @@ async def test_an_application_whose_database_is_unreachable_keeps_up_nobody_else
             assert await asyncio.to_thread(process.wait) == 0
         finally:
             away.stop()
-    assert {one.headers["Nats-Msg-Id"] for one in await read(own_nats)} == {*ids, *waiting}
+    assert {one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "DEMO_EVENTS")} == {*ids, *waiting}
 
 
 async def _ask(page: str, path: str) -> tuple[int, str]:
@@ -218,7 +203,7 @@ async def test_a_worker_may_have_sources_alone(shop: str, own_nats: EmbeddedNats
     with worker(*arguments, **QUICK):
         ids = await emit(shop, 1)
         await published(shop)
-    assert [one.headers["Nats-Msg-Id"] for one in await read(own_nats, "SHOP")] == ids
+    assert [one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "SHOP")] == ids
 
 
 @pytest.mark.parametrize(
@@ -259,4 +244,6 @@ async def test_what_a_stream_lost_of_an_application_is_published_again(
             lost = "SELECT min(epoch) FROM postroom.outbox_events WHERE published_at IS NOT NULL"
             await until_so(lambda: _is(owner_of(shop), lost, 1))
             await published(shop)
-    assert [one.headers["Nats-Msg-Id"] for one in await read(own_nats)] == [f"{id_}/1" for id_ in ids]
+    assert [one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "DEMO_EVENTS")] == [
+        f"{id_}/1" for id_ in ids
+    ]

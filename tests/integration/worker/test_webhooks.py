@@ -20,7 +20,7 @@ from aiohttp import web
 from nats.js.errors import NotFoundError
 from support.handlers import Call, CountingHandler, ok, serving
 from support.http_consumers import Inbox, settled
-from support.jetstream import Context, until
+from support.jetstream import Context
 from support.mailroom import worker
 from support.waiting import until_so
 
@@ -98,13 +98,13 @@ class Mesh:
 
     async def begun(self, webhook: NewWebhook) -> None:
         """Return when the webhook has its consumer."""
-        await until(lambda: self._is_there(webhook), "the consumer is there")
+        await until_so(lambda: self._is_there(webhook), "the consumer is there")
 
     async def gone(self, webhook: NewWebhook) -> None:
         async def is_gone() -> bool:
             return not await self._is_there(webhook)
 
-        await until(is_gone, "the consumer is gone")
+        await until_so(is_gone, "the consumer is gone")
 
     def worker(self, **changes: str) -> AbstractContextManager[Any]:
         return worker(**{**self._environment, **QUICK, **changes})
@@ -158,7 +158,7 @@ async def test_messages_accepted_after_the_registration_are_posted_and_signed_wi
     async with serving() as handler:
         with mesh.worker() as (_, started):
             await mesh.send("before")
-            await until(lambda: holds(mesh.context, mesh.context.events, 1), "it is published")
+            await until_so(lambda: holds(mesh.context, mesh.context.events, 1), "it is published")
             webhook = await mesh.add(handler)
             await mesh.send("after")
             await handler.saw(1)
@@ -198,7 +198,7 @@ async def test_a_failed_post_is_repeated_and_what_is_refused_or_fails_to_the_end
         with mesh.worker(POSTROOM_WORKER_WEBHOOKS_MAX_DELIVER="3"):
             webhook = await mesh.add(handler)
             await mesh.send("poison", "lost", "moved", "later")
-            await until(lambda: holds(mesh.context, mesh.context.dlq, 3), "three are dead")
+            await until_so(lambda: holds(mesh.context, mesh.context.dlq, 3), "three are dead")
             await settled(mesh.context, f"webhook__{webhook.id}")
 
     assert bodies(handler) == {"poison": 1, "lost": 3, "moved": 3, "later": 2}
@@ -220,12 +220,12 @@ async def test_a_deleted_webhook_gets_nothing_more_and_leaves_nothing_behind_and
             await settled(mesh.context, f"webhook__{webhook.id}")
             await mesh.client.delete_webhook(mesh.slug, "orders", webhook.id)
             for page in (one["page"], another["page"]):
-                await until(lambda page=page: delivers_to(page, 1), "each worker knows")
+                await until_so(lambda page=page: delivers_to(page, 1), "each worker knows")
             await mesh.gone(webhook)
             await mesh.send("2")
             await other.saw(2)
             await settled(mesh.context, f"webhook__{staying.id}")
-            await until(lambda: remembered(pool, staying), "the rows of the deleted one are gone")
+            await until_so(lambda: remembered(pool, staying), "the rows of the deleted one are gone")
 
     assert (bodies(deleted), bodies(other)) == ({"1": 1}, {"1": 1, "2": 1})
 
@@ -238,11 +238,11 @@ async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too_
         await mesh.send("1")
         with mesh.worker():
             await handler.saw(1)
-            await until(lambda: remembered(pool, webhook), "it is remembered")
+            await until_so(lambda: remembered(pool, webhook), "it is remembered")
         await mesh.client.delete_topic(mesh.slug, "orders")
         with mesh.worker():
             await mesh.gone(webhook)
-            await until(lambda: remembered(pool), "nothing is remembered")
+            await until_so(lambda: remembered(pool), "nothing is remembered")
 
 
 async def test_an_address_that_the_worker_does_not_allow_is_never_connected_to(mesh: Mesh, database_url: str) -> None:
@@ -254,7 +254,7 @@ async def test_an_address_that_the_worker_does_not_allow_is_never_connected_to(m
         with mesh.worker(**changes):
             await mesh.add(handler)
             await mesh.send("1")
-            await until(lambda: holds(mesh.context, mesh.context.dlq, 1), "it is dead")
+            await until_so(lambda: holds(mesh.context, mesh.context.dlq, 1), "it is dead")
         (letter,) = await mesh.context.letters()
         row = await Inbox(pool, mesh.slug).row(letter.message_id or "")
 
@@ -297,7 +297,7 @@ async def test_a_worker_killed_while_it_posts_loses_nothing(mesh: Mesh, moment: 
                 killers.append(process.kill)
                 await asyncio.to_thread(process.wait, 60)
         with mesh.worker(**IMPATIENT):
-            await until(lambda: handled(handler, wanted), "each has had its effect")
+            await until_so(lambda: handled(handler, wanted), "each has had its effect")
 
     assert set(handler.effects.values()) == {1}
     assert handler.most_at_once == 1
@@ -320,8 +320,8 @@ async def test_a_kill_uses_up_no_attempt_of_what_was_not_being_posted(mesh: Mesh
             await asyncio.to_thread(process.wait, 60)
         handler.answer = ok
         with mesh.worker(**once):
-            await until(lambda: holds(mesh.context, mesh.context.dlq, 1), "one is dead")
-            await until(lambda: handled(handler, wanted[1:]), "the others have their effect")
+            await until_so(lambda: holds(mesh.context, mesh.context.dlq, 1), "one is dead")
+            await until_so(lambda: handled(handler, wanted[1:]), "the others have their effect")
 
     (letter,) = await mesh.context.letters()
     assert (letter.reason, letter.attempts, letter.last_error) == ("max_deliver", 1, "ack_timeout")
@@ -347,7 +347,7 @@ async def test_the_rows_of_a_webhook_that_is_gone_go_from_an_inbox_of_more_than_
             return await pool.fetchval("SELECT count(*) FROM postroom.inbox_messages") == 60000
 
         with mesh.worker():
-            await until(forgotten, "the row is gone")
+            await until_so(forgotten, "the row is gone")
 
 
 async def remembered(pool: asyncpg.Pool[asyncpg.Record], *webhooks: NewWebhook) -> bool:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ import asyncpg
 import msgspec
 import nats
 import pytest
+from support.jetstream import messages_in
 from support.mailroom import worker
 from support.operated import operated_broker
 from support.waiting import until_so
@@ -103,14 +104,6 @@ async def accepting(database_url: str) -> AsyncIterator[Accepting]:
     await database.close()
 
 
-@pytest.fixture
-def own_nats(short_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(short_directory / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
 def urls(accepting: Accepting, server: EmbeddedNats) -> dict[str, str]:
     return {"POSTROOM_DATABASE_URL": accepting.url, "POSTROOM_NATS_URL": server.url}
 
@@ -126,7 +119,7 @@ async def test_workers_publish_what_a_broker_rings_for(accepting: Accepting, own
             await accepting.send({"to": "topic:orders", "body": f"{number}"}, {"to": "dm:bob", "body": f"{number}"})
         await asyncio.wait_for(accepting.published(), 30)
 
-    bodies = [json.loads(one.data)["message"]["body"] for one in await read(own_nats, "DEMO_EVENTS")]
+    bodies = [json.loads(one.data)["message"]["body"] for one in await messages_in(own_nats, "DEMO_EVENTS")]
     assert bodies == [f"{number}" for number in range(20)]
 
 
@@ -169,17 +162,8 @@ async def test_a_recipient_gets_its_messages_in_the_order_of_the_history_whichev
                 while await accepting.pool.fetchval(published, alongside) is None:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.01)
         await asyncio.wait_for(accepting.published(), 30)
-    bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
+    bodies = [json.loads(one.data)["body"] for one in await messages_in(own_nats, "DEMO_INBOX")]
     assert bodies == ["lower", "higher"]
-
-
-async def read(server: EmbeddedNats, stream: str) -> list[Any]:
-    client = await nats.connect(server.url)
-    js = client.jetstream()
-    info = await js.stream_info(stream)
-    found = [await js.get_msg(stream, number) for number in range(1, info.state.last_seq + 1)]
-    await client.close()
-    return found
 
 
 async def test_what_was_accepted_becomes_an_event_a_command_and_inbox_messages(
@@ -196,13 +180,13 @@ async def test_what_was_accepted_becomes_an_event_a_command_and_inbox_messages(
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
 
-    (published,) = await read(own_nats, "DEMO_EVENTS")
+    (published,) = await messages_in(own_nats, "DEMO_EVENTS")
     assert (published.subject, published.headers["Nats-Msg-Id"]) == ("demo.event.orders.v2", event)
     assert published.headers["traceparent"] == trace
     assert json.loads(published.data)["message"]["body"] == "hello"
-    commands = [(one.subject, one.headers["Nats-Msg-Id"]) for one in await read(own_nats, "DEMO_COMMANDS")]
+    commands = [(one.subject, one.headers["Nats-Msg-Id"]) for one in await messages_in(own_nats, "DEMO_COMMANDS")]
     assert sorted(commands) == [("cmd.demo.default.work.run", command), ("cmd.demo.mail.post.send", named)]
-    inbox = await read(own_nats, "DEMO_INBOX")
+    inbox = await messages_in(own_nats, "DEMO_INBOX")
     found = {
         one.headers["Nats-Msg-Id"]: (one.subject, msgspec.json.decode(one.data, type=HistoryMessage)) for one in inbox
     }
@@ -221,7 +205,7 @@ async def test_a_member_gets_its_messages_in_the_order_of_the_history(
         await accepting.send(*({"to": "dm:bob", "body": str(n)} for n in range(first, first + 50)))
     with worker(**urls(accepting, own_nats)), worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
-    bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
+    bodies = [json.loads(one.data)["body"] for one in await messages_in(own_nats, "DEMO_INBOX")]
     assert bodies == [str(n) for n in range(300)]
 
 
@@ -273,7 +257,7 @@ async def test_what_a_worker_declares_a_stream_for_may_be_emitted_without_a_mesh
         for statement, mesh in ((COMMAND, "shop"), (EMIT, "shopping")):
             with pytest.raises(asyncpg.ForeignKeyViolationError):
                 await accepting.pool.execute(statement, mesh)
-    assert [one.subject for one in await read(own_nats, "SHOP")] == ["shop.event.order_paid.v1"]
+    assert [one.subject for one in await messages_in(own_nats, "SHOP")] == ["shop.event.order_paid.v1"]
 
 
 async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_again(accepting: Accepting) -> None:
@@ -380,7 +364,7 @@ async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it
         )
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
-    assert [json.loads(one.data)["broker_message_id"] for one in await read(own_nats, "DEMO_INBOX")] == [behind]
+    assert [json.loads(one.data)["broker_message_id"] for one in await messages_in(own_nats, "DEMO_INBOX")] == [behind]
 
 
 async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_hand(
@@ -569,9 +553,9 @@ async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
     await accepting.send({"to": "topic:orders", "body": "\x01" * MAX_BODY_BYTES})
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
-    (event,) = await read(own_nats, "DEMO_EVENTS")
+    (event,) = await messages_in(own_nats, "DEMO_EVENTS")
     assert len(event.data) > 6 * MAX_BODY_BYTES
-    assert len(await read(own_nats, "DEMO_INBOX")) == 2
+    assert len(await messages_in(own_nats, "DEMO_INBOX")) == 2
 
 
 async def test_a_purged_work_queue_is_filled_again_at_once(accepting: Accepting, own_nats: EmbeddedNats) -> None:

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 from support.handlers import Call, CountingHandler, serving
 from support.http_consumers import Inbox, settled
-from support.jetstream import DURABLE, QUICK, Context, until
+from support.jetstream import DURABLE, QUICK, Context
 from support.waiting import until as until_noticed
+from support.waiting import until_so
 
 from postroom._wire.retry import Backoff
 from postroom.chassis.routes import exposition
@@ -282,12 +283,12 @@ async def test_a_message_whose_first_run_failed_is_not_skipped_when_it_comes_aga
     async with start(backoff=BackoffSettings(first_seconds=60)):
         await context.publish(["m-1"])
         await handler.saw(1)
-        await until(lambda: _has_error(inbox), "the failure is recorded")
+        await until_so(lambda: _has_error(inbox), "the failure is recorded")
     handler.answer = answering(200)
     await context.publish(["m-1/1"])  # redriven under a fresh id of the transport, the same message
     async with start():
         await handler.saw(2)
-        await until(lambda: _is_processed(inbox), "it is processed")
+        await until_so(lambda: _is_processed(inbox), "it is processed")
 
     assert [call.attempt for call in handler.calls] == [1, 2]
     assert handler.effects == {"m-1": 1}
@@ -384,7 +385,7 @@ async def test_a_stopped_consumer_gives_back_what_it_has_not_begun(
     async with start({"calls_at_once": 1}) as services:
         await context.publish(["m-1", "m-2", "m-3"])
         await handler.saw(1)
-        await until(lambda: _in_hand(services, 3), "all are in hand")
+        await until_so(lambda: _in_hand(services, 3), "all are in hand")
         services.handler.stop()
         gate.set()
 

@@ -14,7 +14,8 @@ from support import crashing_consumer
 from support.databases import postgres_of_its_own
 from support.handlers import Call, CountingHandler
 from support.http_consumers import Inbox, config_of, consuming, settled
-from support.jetstream import DURABLE, Context, until
+from support.jetstream import DURABLE, Context
+from support.waiting import until_so
 
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
@@ -42,7 +43,7 @@ async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
         await settled(context)
         own_postgres.stop()
         await context.publish(ids[25:])
-        await until(lambda: _waits(services), "the consumer misses Postgres")
+        await until_so(lambda: _waits(services), "the consumer misses Postgres")
         assert services.reasons() == ["database_unavailable"]
         own_postgres.start()
         await settled(context)

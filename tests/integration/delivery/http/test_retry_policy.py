@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from aiohttp import web
 from support.handlers import Call, CountingHandler
 from support.http_consumers import Inbox, settled
-from support.jetstream import DURABLE, Context, until
+from support.jetstream import DURABLE, Context
+from support.waiting import until_so
 
 from postroom.worker.consumer import HttpConsumer
 
@@ -45,11 +46,11 @@ async def test_attempts_and_the_last_error_outlive_the_durable_consumer(
     await context.publish(["m-1"], BODY)
     async with start(max_deliver=20):
         await handler.saw(1)
-        await until(lambda: _failed(inbox), "the failure is recorded")
+        await until_so(lambda: _failed(inbox), "the failure is recorded")
     await context.js.delete_consumer(context.events, DURABLE)
     handler.answer = away
     async with start(max_deliver=20):
-        await until(lambda: _dead(context), "the dead letter")
+        await until_so(lambda: _dead(context), "the dead letter")
 
     assert [call.attempt for call in handler.calls] == [1, 2, 3]
     assert handler.calls[1].headers["Postroom-Last-Error"] == "http_503"
