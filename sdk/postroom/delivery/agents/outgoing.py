@@ -32,9 +32,8 @@ from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from postroom.delivery.nats import end_if_cancelled
 from postroom.delivery.publishing import Publisher, Record
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
 from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
-from postroom.delivery.publishing.streams import MOST_HOLES, read_holes
 from postroom.delivery.settings import AgentSettings, NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
 from postroom.errors import PostroomError

@@ -20,8 +20,8 @@ from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
 from postroom.delivery.message import history_message
+from postroom.delivery.publishing.link import Holes, subject_pattern
 from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
-from postroom.delivery.publishing.streams import Holes, subject_pattern
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 QUERIES: Final = load_queries(__package__, "record.sql")

@@ -34,9 +34,8 @@ import structlog
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.chassis.runtime import in_step
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.link import Link, read_holes
 from postroom.delivery.publishing.source import Claim, Failed, Outgoing, Place, Source
-from postroom.delivery.publishing.streams import read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
 

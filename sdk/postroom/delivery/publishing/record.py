@@ -32,10 +32,19 @@ from nats.js.errors import NotFoundError
 from postroom.chassis.postgres import Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publishing.link import ADVISORIES, Audit, Link
+from postroom.delivery.publishing.link import (
+    ADVISORIES,
+    Audit,
+    Floors,
+    Holes,
+    Link,
+    StreamPicture,
+    read_floors,
+    read_holes,
+    subject_pattern,
+)
 from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked, now
 from postroom.delivery.publishing.source import Placed, Search, Source, message_id
-from postroom.delivery.publishing.streams import Floors, Holes, StreamPicture, read_floors, read_holes, subject_pattern
 from postroom.delivery.settings import RecordSettings
 
 _log = structlog.get_logger(__name__)
