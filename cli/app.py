@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, NamedTuple, cast
 import typer
 from typer.core import TyperGroup
 
-from cli.exits import INTERRUPTED
+from cli.main import INTERRUPTED
 
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 69 unavailable, 74 input or output failed, "

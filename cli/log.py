@@ -13,7 +13,7 @@ import typer
 
 from cli import completion
 from cli.connect import with_daemon
-from cli.exits import ending
+from cli.main import ending
 from cli.noun import Json, OutboxDatabase, OutboxPlace, Socket, TokenFile, Url, choice, moment, named, noun
 from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE

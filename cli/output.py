@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
-from cli.exits import printable
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -45,6 +44,11 @@ _STYLES: Final = {
     "FAILED": "bold red",
     "paused": "yellow",
 }
+
+
+def printable(text: str) -> str:
+    """Escape every control character, so that a row's content can't steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Progress:

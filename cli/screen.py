@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from cli.exits import printable
 from cli.installation import Place, Sight, look
-from cli.output import ago, fold_command, json_line
+from cli.output import ago, fold_command, json_line, printable
 from postroom._wire.programs import Program
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import counted, span

@@ -14,9 +14,8 @@ import typer
 
 from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, with_broker
-from cli.exits import printable
 from cli.noun import Json, Socket, TokenFile, Url, noun
-from cli.output import draw, fold_command, json_line, note
+from cli.output import draw, fold_command, json_line, note, printable
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.terminal import Terminal
 
-from cli.exits import printable
 from cli.noun import age, duration, moment, rate
-from cli.output import table
+from cli.output import printable, table
 from cli.send import body_of, meta_of, moment_of
 
 
