@@ -18,8 +18,8 @@ from broker.metrics import Metrics
 from broker.requests import decode_body
 from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report
-from postroom.chassis.reporting import Reporter, keep_reporting
 from postroom.chassis.routes import decode_query, json_response
+from postroom.chassis.runtime import Reporter, keep_reporting
 from postroom.delivery.programs import PostgresReports, keep_report, list_minutes, list_programs
 
 _READY_SECONDS: Final = 2.0

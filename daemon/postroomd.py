@@ -34,7 +34,7 @@ from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its call
 from outbox.recover import recover as recover_directory
 from postroom._wire.programs import Report
 from postroom.chassis import listener, runtime
-from postroom.chassis.reporting import Reporter, keep_reporting
+from postroom.chassis.runtime import Reporter, keep_reporting
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)

@@ -3,7 +3,8 @@
 Every program's main reads the same way: options → build → `run_until_stopped` → close what was built.
 
 It speaks the two protocols of systemd that a service needs, sd_notify(3) and socket activation (sd_listen_fds(3)), and
-finds what `module:name` names in a user's own code.
+finds what `module:name` names in a user's own code. It reports of itself, again and again
+(docs/contract/operate.md#operate-60); to whom is its own affair.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.machinery import PathFinder
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -23,7 +26,9 @@ import structlog
 import uvloop
 
 import postroom
+from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import PostroomError
 
 T = TypeVar("T")
 _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and hold no circles
@@ -31,6 +36,7 @@ _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dr
 _log = structlog.get_logger(__name__)
 _CLEAN_UP_SECONDS: Final = 5.0  # that a task may take to end when it is cancelled
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
+_GLANCE_SECONDS: Final = 1.0  # between two looks at what can be seen without asking anybody
 _STEP_SECONDS: Final = 0.5
 
 
@@ -175,3 +181,50 @@ def check_library_is_visible() -> None:
             continue  # a directory without modules hides nothing
         if not Path(found.origin).samefile(postroom.__file__):
             raise Fatal(Exit.CONFIG, f"{found.origin} hides the library `postroom`: rename it")
+
+
+class Reporter:
+    """What a process says of itself in each of its reports; it is of a `distribution`, and begins now."""
+
+    def __init__(self, distribution: str, address: str | None) -> None:
+        self._version = version(distribution)
+        self._address = address
+        self._started_at = datetime.now(UTC)
+
+    def report(self, reasons: Sequence[str], *, status: Status | None = None, **more: Any) -> Report:
+        """Build the report of how it is now: `degraded` where there are reasons, and no other status is given."""
+        return Report(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=self._version,
+            started_at=self._started_at,
+            at=datetime.now(UTC),
+            status=status or ("degraded" if reasons else "ok"),
+            reasons=lines(reasons),
+            address=self._address,
+            **more,
+        )
+
+
+def lines(reasons: Sequence[str]) -> list[str]:
+    """Return of reasons what a report has room for."""
+    return [reason[:MAX_LINE] for reason in reasons[:MAX_REASONS]]
+
+
+async def keep_reporting(
+    look: Callable[[], Awaitable[Report]],
+    tell: Callable[[Report], Awaitable[None]],
+    glance: Callable[[], Hashable],
+) -> None:
+    """Report for ever, every ten seconds, and soon after what `glance` sees has changed.
+
+    A report that cannot be made or told (`PostroomError`) is left out: the next one follows.
+    """
+    while True:
+        seen = glance()
+        with suppress(PostroomError):
+            await tell(await look())
+        for _ in range(round(REPORT_SECONDS / _GLANCE_SECONDS)):
+            await asyncio.sleep(in_step(_GLANCE_SECONDS))
+            if glance() != seen:
+                break

@@ -20,8 +20,8 @@ from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.chassis import logs, runtime
 from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool
-from postroom.chassis.reporting import Reporter, keep_reporting, lines
 from postroom.chassis.routes import exposition, json_response
+from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents.runtime import load_agent
 from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
