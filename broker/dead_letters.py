@@ -6,7 +6,7 @@ is in streams alone, and a replay is published: that needs NATS. Where there is 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -16,7 +16,7 @@ from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import Database
 from broker.nats import BRIEFLY, PATIENCE, Nats
-from broker.operator import each, keep_log
+from broker.operator import keep_lines
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import (
@@ -30,7 +30,7 @@ from postroom._wire.dead_letters import (
     LetterPage,
     LettersQuery,
 )
-from postroom._wire.nouns import CHANGES, Result
+from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
@@ -93,7 +93,7 @@ class DeadLetters:
             return json_response(LetterCounts(letters=await count_letters(connection, js), unread=problem))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/dead_letters/<verb>`: each letter in a transaction of its own."""
+        """Make the handler of `POST /v1/dead_letters/<verb>`: what fails for one does not keep the others."""
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, DEAD_LETTERS.change)
@@ -102,13 +102,15 @@ class DeadLetters:
                 if unread is not None and verb == "replay":
                     raise unread
                 found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
-
-                async def effect(stored: StoredLetter) -> Letter:
-                    if asked.dry_run:
-                        return _shown(stored)
-                    return _shown(stored, new_message_id=await _EFFECTS[verb](letters, stored, why=asked.reason))
-
-                done, failed = await each(found, effect, lambda stored: stored.id)
+                done, failed = list[Letter](), list[Failure]()
+                if asked.dry_run:
+                    done = [_shown(stored) for stored in found]
+                else:
+                    for stored, outcome in await letters.settle(_ACTS[verb], found, why=asked.reason):
+                        if isinstance(outcome, PostroomError):
+                            failed.append(Failure(id=stored.id, problem=outcome.problem))
+                        else:
+                            done.append(_shown(stored, new_message_id=outcome))
                 problem = None if unread is None else unread.problem
                 result = Result[Letter](
                     dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=problem
@@ -124,9 +126,10 @@ class DeadLetters:
         """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
         principal = request[PRINCIPAL]
 
-        async def log(connection: Connection, act: Act, letter: str, why: str) -> None:
-            verb = _VERBS[act]
-            await keep_log(connection, principal.actor, verb, DEAD_LETTERS.name, mesh, letter, outcome=act, reason=why)
+        async def log(connection: Connection, act: Act, ids: Sequence[str], why: str) -> None:
+            verb = next(name for name, one in _ACTS.items() if one == act)
+            keys = [f"{mesh} {id_}" for id_ in ids]
+            await keep_lines(connection, principal.actor, verb, DEAD_LETTERS.name, keys, outcome=act, reason=why)
 
         async with (
             self._nats.opened(PATIENCE) as (js, unread),
@@ -135,8 +138,7 @@ class DeadLetters:
             yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
 
 
-_VERBS: Final = {verb.done: name for name, verb in DEAD_LETTERS.verbs.items()}
-_EFFECTS: Final = {"replay": LetterOperations.replay, "drop": LetterOperations.drop}
+_ACTS: Final[Mapping[str, Act]] = {"replay": "replayed", "drop": "dropped"}
 
 
 def _page(

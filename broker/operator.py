@@ -6,7 +6,7 @@ the transaction of its change: what cannot be logged is not done.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -88,8 +88,14 @@ async def keep_log(
 
     A key is names and ids: never an address, which may hold a secret.
     """
-    words = " ".join(filter(None, key))
-    await connection.execute(QUERIES["log_operation"], actor, verb, noun, words, outcome, reason)
+    await keep_lines(connection, actor, verb, noun, [" ".join(filter(None, key))], outcome=outcome, reason=reason)
+
+
+async def keep_lines(
+    connection: Connection, actor: str, verb: str, noun: str, keys: Sequence[str], *, outcome: str, reason: str | None
+) -> None:
+    """Keep the same of several things, a line each."""
+    await connection.execute(QUERIES["log_operations"], actor, verb, noun, keys, outcome, reason)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from nats.js.api import ConsumerInfo
 from broker.authentication import PRINCIPAL
 from broker.database import Database
 from broker.nats import BRIEFLY, PATIENCE, Nats
-from broker.operator import each, keep_log
+from broker.operator import each, keep_lines, keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
@@ -76,8 +76,7 @@ class Unpublished:
                 if not asked.dry_run:
                     await drop_failing(connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
-                    for one in ids:
-                        await keep_log(connection, actor, verb, noun.name, one, **said)
+                    await keep_lines(connection, actor, verb, noun.name, ids, **said)
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[], next_cursor=next_cursor))
 
         return handle

@@ -455,9 +455,10 @@ WITH forgotten AS (
 )
 SELECT count(*) FROM forgotten;
 
--- name: log_operation
--- Keep that $1 did $2 to the $3 with the key $4, what came of it ($5), and why ($6).
-INSERT INTO mesh.operator_log (actor, verb, noun, key, outcome, reason) VALUES ($1, $2, $3, $4, $5, $6);
+-- name: log_operations
+-- Keep that $1 did $2 to each $3 with a key of $4, what came of it ($5), and why ($6).
+INSERT INTO mesh.operator_log (actor, verb, noun, key, outcome, reason)
+SELECT $1, $2, $3, key, $5, $6 FROM unnest($4::text[]) AS key;
 
 -- name: list_operations
 -- The latest $7 lines before the number $6, of things $1, by the verb $2, by who is $3, to the key $4, from $5 on; each of

@@ -122,8 +122,7 @@ async def test_what_lies_in_a_stream_of_dead_letters_is_listed_and_dropped_whate
         found = await letters.find(LetterFilter())
         assert [stored.id for stored in found] == [f"{context.dlq}/{number}" for number in range(1, last + 1)]
         assert (await letters.count_unrecorded(), await letters.notes()) == (last, [])
-        for stored in found:
-            await letters.drop(stored, why="a test")
+        await letters.settle("dropped", found, why="a test")
         assert (await letters.count_unrecorded(), len(await letters.notes())) == (0, last)
 
 

@@ -17,28 +17,38 @@ SELECT id, died_at, letter, CASE WHEN $3 THEN payload END AS payload FROM postro
 WHERE context = $1 AND settled_at IS NULL AND id = ANY ($2::bigint[]);
 
 -- name: list_known
--- Which letters of the context $1 the record has, settled ones too.
-SELECT letter_id FROM postroom.dead_letters WHERE context = $1;
+-- Which of the letters $2 of the context $1 the record has, settled ones too.
+SELECT letter_id FROM postroom.dead_letters WHERE context = $1 AND letter_id = ANY ($2::text[]);
+
+-- name: is_known
+-- Whether the record has ever had a letter of the context $1.
+SELECT EXISTS (SELECT FROM postroom.dead_letters WHERE context = $1);
 
 -- name: count_letters
 -- How many letters of each context nobody has settled.
 SELECT context, count(*) AS letters FROM postroom.dead_letters WHERE settled_at IS NULL GROUP BY context ORDER BY context;
 
--- name: lock_letter
--- The letter $1, which is this transaction's now; no row where somebody has settled it.
-SELECT letter, payload, letter_id, stream, stream_sequence FROM postroom.dead_letters
-WHERE id = $1 AND settled_at IS NULL FOR UPDATE;
+-- name: lock_letters
+-- Those of the letters $1 that nobody has settled; they are this transaction's now.
+SELECT id, letter, payload, letter_id, stream, stream_sequence FROM postroom.dead_letters
+WHERE id = ANY ($1::bigint[]) AND settled_at IS NULL ORDER BY id FOR UPDATE;
 
 -- name: settle
--- The letter $1 was $2 (an act) by $3, because of $4; its payload goes.
+-- The letters $1 were $2 (an act) by $3, because of $4; their payloads go.
 UPDATE postroom.dead_letters
-SET act = $2, settled_at = clock_timestamp(), settled_by = $3, why = $4, payload = NULL WHERE id = $1;
+SET act = $2, settled_at = clock_timestamp(), settled_by = $3, why = $4, payload = NULL WHERE id = ANY ($1::bigint[]);
 
 -- name: settle_unrecorded
--- The same of a letter that has no row, and gets one: context, id, subject, time and letter $1 to $5, then act, actor and
--- reason. No row where somebody did that before.
+-- The same of letters of the context $1 that have no row, and get one: ids, subjects, times and letters $2 to $5, then act,
+-- actor and reason. No row where somebody did that before.
 INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter, act, settled_at, settled_by, why)
-VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp(), $7, $8) ON CONFLICT (context, letter_id) DO NOTHING RETURNING id;
+SELECT $1, letter_id, subject, died_at, letter, $6, clock_timestamp(), $7, $8
+FROM unnest($2::text[], $3::text[], $4::timestamptz[], $5::bytea[]) AS one (letter_id, subject, died_at, letter)
+ON CONFLICT (context, letter_id) DO NOTHING RETURNING letter_id;
+
+-- name: forget_unrecorded
+-- Take back the rows that this transaction gave the letters $2 of the context $1.
+DELETE FROM postroom.dead_letters WHERE context = $1 AND letter_id = ANY ($2::text[]);
 
 -- name: list_settled
 -- What operators did with letters of the context $1, oldest first.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from datetime import datetime
 from typing import Final, NamedTuple
 
 import msgspec
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from postroom.delivery.dead_letters.letter import (
@@ -26,7 +26,7 @@ from postroom.delivery.nats import api_subject, connection_of
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, stream_name
 
-_PAGE: Final = 500  # letters asked for at once
+_PAGE: Final = 200  # letters asked for at once
 _SECONDS: Final = 5.0  # longest wait for a page of them
 _HEADER_BYTES: Final = 2048  # of a letter, at most
 
@@ -70,29 +70,37 @@ class StreamedLetter(NamedTuple):
     recorded: bool  # in some database
 
 
-async def read_letters(js: JetStreamContext, context: str) -> AsyncIterator[StreamedLetter]:
-    """Yield what the stream of a context holds now, oldest first.
+async def read_letters(
+    js: JetStreamContext, context: str, begin: datetime | int
+) -> AsyncGenerator[list[StreamedLetter], None]:
+    """Yield what the stream of a context holds now from a time or a number on, oldest first, in pages.
 
     Neither with nats-py's `fetch`, which takes a message with a header `Status` for the server's own word and drops it,
     nor with headers alone, for which a server (2.15) ends at a block that holds no headers.
     """
     name, connection = stream_name(context, "dlq"), connection_of(js)
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=2 * _SECONDS)
+    if isinstance(begin, datetime):
+        config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, begin
+    else:
+        config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, begin
     try:
-        left = (await js.stream_info(name)).state.messages
         consumer = await js.add_consumer(name, config)  # the server forgets it by itself
+        left = consumer.num_pending or 0
         pages = await connection.subscribe(connection.new_inbox())
         try:
             while left:
-                request = {"batch": min(_PAGE, left), "no_wait": True}
+                request, page = {"batch": min(_PAGE, left), "no_wait": True}, list[StreamedLetter]()
                 asked = api_subject(js, f"CONSUMER.MSG.NEXT.{name}.{consumer.name}")
                 await connection.publish(asked, msgspec.json.encode(request), reply=pages.subject)
                 for _ in range(min(_PAGE, left)):
                     message = await pages.next_msg(timeout=_SECONDS)
                     if not message.reply.startswith("$JS.ACK."):  # the rest has gone meanwhile
-                        return
+                        left = 0
+                        break
                     left = message.metadata.num_pending
-                    yield _read(message)
+                    page.append(_read(message))
+                yield page
         finally:
             await pages.unsubscribe()
     except NotFoundError:

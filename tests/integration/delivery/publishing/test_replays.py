@@ -1,0 +1,165 @@
+"""Many letters are replayed together, and each exactly once, whatever becomes of the others or of the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from embedded.processes import tethered
+from postroom._wire.dead_letters import LetterFilter
+from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
+from postroom.delivery.publishing import LETTERS
+from postroom.delivery.streams import dead_letter_stream, ensure_stream
+from postroom.errors import PostroomError
+
+PROGRAM = Path(__file__).with_name("replay_process.py")
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+async def dead(office: Any) -> list[str]:
+    """120 messages of a consumer that is there; 80 letters have rows and are published, 40 are in the stream alone."""
+    await office.add_stream()
+    await office.js.add_consumer(office.stream, durable_name="billing", ack_policy="explicit")
+    await ensure_stream(office.js, dead_letter_stream(office.context))
+    ids = [f"m-{number}" for number in range(120)]
+    await office.bury(*ids[40:])
+    publisher = office.publisher(table=LETTERS)
+    while await publisher.step():
+        pass
+    await publisher.stop()
+    for id_ in ids[:40]:
+        await keep(office, id_)
+    return ids
+
+
+async def keep(office: Any, id_: str, *, consumer: str = "billing", payload: str | None = "{}") -> None:
+    """Keep a letter as an agent does."""
+    letter = DeadLetter(
+        message_id=id_,
+        original_subject=f"{office.context}.event.order_placed.v1",
+        reason="poison",
+        attempts=1,
+        consumer=consumer,
+        payload=payload,
+    )
+    await StreamLetters(office.js, office.context).keep(letter)
+
+
+async def find(office: Any, wanted: LetterFilter | None = None) -> list[StoredLetter]:
+    async with office.pool.acquire() as connection:
+        return await operations(office, connection).find(wanted or LetterFilter())
+
+
+async def settle(office: Any, found: list[StoredLetter], act: Any = "replayed") -> list[str | PostroomError | None]:
+    async with office.pool.acquire() as connection:
+        return [outcome for _, outcome in await operations(office, connection).settle(act, found, why="a test")]
+
+
+def operations(office: Any, connection: Any) -> LetterOperations:
+    return LetterOperations(connection, office.js, office.context, actor="ann")
+
+
+async def notes(office: Any) -> list[str | None]:
+    """Return the messages whose letters were settled."""
+    async with office.pool.acquire() as connection:
+        return sorted(str(note.message_id) for note in await operations(office, connection).notes())
+
+
+@pytest.mark.parametrize("statement", [*range(4, 13), 99])  # from the end of the first transaction to the third
+async def test_an_operator_that_is_killed_loses_none_and_doubles_none(
+    office: Any, dead: list[str], nats_url: str, database_url: str, statement: int
+) -> None:
+    command = [sys.executable, str(PROGRAM), nats_url, database_url, office.context, str(statement)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    killed = await asyncio.create_subprocess_exec(*tethered(command), env=environment)
+    assert await killed.wait() == (0 if statement == 99 else -signal.SIGKILL)
+    settled = await notes(office)
+    left = await find(office)
+    assert sorted([*settled, *(stored.letter.message_id for stored in left if stored.letter)]) == sorted(dead)
+    assert set(settled) <= {id_.removesuffix("~billing.1") for id_ in await office.ids()}
+
+    outcomes = await settle(office, left)
+    assert not any(isinstance(outcome, PostroomError) for outcome in outcomes)
+    assert sorted(await office.ids()) == sorted(f"{id_}~billing.1" for id_ in dead)
+    assert (await notes(office), await find(office)) == (sorted(dead), [])
+
+
+async def test_a_letter_that_cannot_be_replayed_keeps_no_other_and_stays_as_it_is(office: Any, dead: list[str]) -> None:
+    await office.bury("orphan", consumer="gone")
+    await keep(office, "lonely", consumer="gone")
+    await keep(office, "empty", payload=None)
+    found = await find(office)
+    outcomes = await settle(office, found)
+    failed = {
+        str(stored.letter.message_id): outcome.problem.code
+        for stored, outcome in zip(found, outcomes, strict=True)
+        if isinstance(outcome, PostroomError) and stored.letter
+    }
+    assert failed == {"orphan": "consumer_gone", "lonely": "consumer_gone", "empty": "nothing_to_replay"}
+    assert await notes(office) == sorted(dead)
+    left = await find(office)
+    assert {stored.letter.message_id for stored in left if stored.letter} == set(failed)
+    assert await settle(office, left, "dropped") == [None] * 3
+    assert await find(office) == []
+
+
+async def test_two_operators_at_once_replay_each_letter_once(office: Any, dead: list[str]) -> None:
+    found = await find(office)
+    both = await asyncio.gather(settle(office, found), settle(office, found))
+    done = [outcome for outcomes in both for outcome in outcomes if isinstance(outcome, str)]
+    assert sorted(done) == sorted(await office.ids()) == sorted(f"{id_}~billing.1" for id_ in dead)
+
+
+async def test_letters_that_are_replayed_are_in_no_stream_of_letters_any_more(office: Any, dead: list[str]) -> None:
+    await settle(office, await find(office))
+    left = [
+        msgspec.json.decode(one.data)["message_id"] for one in await office.messages(f"{office.context}_DLQ".upper())
+    ]
+    assert sorted(left) == sorted(dead[:40])  # those that agents keep: their rows say that they are settled
+
+
+@pytest.mark.usefixtures("dead")
+async def test_many_letters_cost_far_less_than_each_by_itself(office: Any) -> None:
+    found = [stored for stored in await find(office) if stored.row]
+    began = perf_counter()
+    for stored in found[:20]:
+        await settle(office, [stored])
+    alone = (perf_counter() - began) / 20
+    began = perf_counter()
+    await settle(office, found[20:])
+    assert (perf_counter() - began) / len(found[20:]) < alone / 2
+
+
+@pytest.mark.usefixtures("dead")
+async def test_a_page_costs_no_look_at_what_comes_after_it(office: Any) -> None:
+    """Nor are letters looked through that are named by their places."""
+    await asyncio.gather(*(keep(office, f"more-{number}") for number in range(3000)))
+    async with office.pool.acquire() as connection:
+        letters, seen, cursor = operations(office, connection), list[StoredLetter](), None
+        began = perf_counter()
+        found = await letters.find(LetterFilter())
+        whole = perf_counter() - began
+        began = perf_counter()
+        page, _ = await letters.page(LetterFilter(), limit=50)
+        assert perf_counter() - began < whole / 4
+        named = LetterFilter(ids=frozenset(stored.id for stored in found[-50:]))
+        began = perf_counter()
+        assert await letters.find(named) == found[-50:]
+        assert perf_counter() - began < whole / 4
+        while True:
+            page, cursor = await letters.page(LetterFilter(), cursor=cursor, limit=500)
+            seen += page
+            if cursor is None:
+                break
+    assert seen == found
+    assert len(found) == 3120
