@@ -35,10 +35,11 @@ class Keys:
         self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
-        """`GET /v1/once`."""
+        """`GET /v1/once`: none where no program has begun to keep keys there."""
         query = decode_query(request, KeysQuery)
-        async with self._opened(request) as connection:
-            rows = await connection.fetch(_ONCE["find"], *msgspec.structs.astuple(query))
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            there = is_ours(await connection.fetchval(_ONCE["version"]))
+            rows = await connection.fetch(_ONCE["find"], *msgspec.structs.astuple(query)) if there else []
         return json_response(KeyPage(keys=[KeptKey(**dict(row)) for row in rows]))
 
     async def inspect(self, request: web.Request) -> web.Response:

@@ -31,6 +31,7 @@ from broker.database import Database
 from broker.nats import BRIEFLY, Nats, wants
 from broker.requests import decode_body
 from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.ids import context_of
 from postroom._wire.jobs import Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.spark import SparkTask, partition_id
@@ -47,7 +48,7 @@ from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import filters_of
 from postroom.delivery.subjects import parse_subject
-from postroom.errors import NotFound
+from postroom.errors import NotFound, Unavailable
 from postroom.ledger.operating import find_message, show_job
 
 QUERIES: Final = load_queries("broker", "trace.sql")
@@ -100,12 +101,14 @@ class Traces:
                         await telling.tell_causes(connection, causes)
                 if js is not None:
                     await telling.ask_consumers(js)
-        if not telling.steps:
-            sentence = (
-                f"the broker knows nothing under the id {id_[:128]!r}, or you may not see it: try the token of an admin"
-            )
-            raise NotFound.of("trace_not_found", sentence)
         unread = [] if problem is None else [problem.problem]
+        others = ", or you may not see it: try the token of an admin"
+        if telling.silent and (not telling.steps or telling.unplaced()):
+            agents, where = " or ".join(sorted(telling.silent)), f"`postroom agent trace --message {id_[:128]}`"
+            others = f"; the store of an agent that does not run ({agents}) may know more: try {where} on its host"
+            unread.append(Unavailable.of("agents_stopped", f"the broker does not know all of it{others}").problem)
+        if not telling.steps:
+            raise NotFound.of("trace_not_found", f"the broker knows nothing under the id {id_[:128]!r}{others}")
         return json_response(compose(telling.steps, telling.waits, more=telling.more, unread=unread))
 
     async def report(self, request: web.Request) -> web.Response:
@@ -155,6 +158,7 @@ class _Telling:
         self.published: list[_Published] = []
         self.operates = principal.role != "member"
         self.more = False
+        self.silent: set[str] = set()  # agents that were asked, and do not run or answer
         self._connection = connection
         self._mesh = principal.mesh_id
         self._reader = principal.member_id if isinstance(principal, Member) and not self.operates else None
@@ -198,7 +202,7 @@ class _Telling:
         """Tell of messages that agents named as the first causes of what they told."""
         self._connection = connection
         await self._follow(dict.fromkeys(causes), effects=False)
-        for step in [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]:
+        for step in self.unplaced():
             self.steps[step.id] = replace(step, parent=self._place_of(step.thing))
 
     async def _tell_ended_rows(self, names: set[str]) -> set[str]:
@@ -519,7 +523,11 @@ class _Telling:
                 asked, self._unasked = self._unasked, []
                 stories = await asyncio.gather(*(ask_story(connection_of(js), *taken) for taken in asked))
                 for taken, story in zip(asked, stories, strict=True):
-                    if story is not None:
+                    if story is None:
+                        name = f"taken:{taken.message} {taken.consumer}"
+                        why = f"it does not run, or does not answer; {_told_on_host(taken.message)}"
+                        self.steps[name] = replace(self.steps[name], reason=why)
+                    elif story.steps:
                         self._tell_of_agent(taken.consumer, story)
             self.more |= bool(self.published)
         except NATS_ERRORS as error:
@@ -546,14 +554,13 @@ class _Telling:
         outcome: Outcome = "running" if delivered >= place.sequence else "waiting"
         if acked >= place.sequence or (outcome == "running" and not await _is_kept(js, place)):
             outcome = "done"
-        told = f"what it emitted is told on its host: `postroom agent trace --message {place.message}`"
         by_agent = outcome != "waiting" and info.name.endswith(_AGENTS)
         step = self._add(
             "taken", f"{place.message} {info.name}", "taken", place.step, thing=place.message, outcome=outcome,
-            place=info.name, reason=told if by_agent and outcome == "done" else None,
+            place=info.name, reason=_told_on_host(place.message) if by_agent and outcome == "done" else None,
         )  # fmt: skip
         if by_agent:
-            self._unasked.append(_Taken(_context_of(place.subject), info.name, place.message))
+            self._unasked.append(_Taken(context_of(place.subject), info.name, place.message))
         if outcome == "running":
             self._wait_for(info.name, step, f"{info.name} has it in hand, or tries it again later")
         elif outcome == "waiting":
@@ -568,7 +575,7 @@ class _Telling:
         """
         try:
             durables = {
-                (_context_of(filters_of(info.config)[0]), info.name) async for info in each_durable(js, self._contexts)
+                (context_of(filters_of(info.config)[0]), info.name) async for info in each_durable(js, self._contexts)
             }
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the agents of a message") from error
@@ -578,7 +585,9 @@ class _Telling:
             known |= fresh
             questions = [_Taken(*agent, name) for agent in agents for name in fresh]
             stories = await asyncio.gather(*(ask_story(connection_of(js), *taken) for taken in questions))
-            found = [(taken, story) for taken, story in zip(questions, stories, strict=True) if story is not None]
+            answers = list(zip(questions, stories, strict=True))
+            self.silent |= {taken.consumer for taken, story in answers if story is None}
+            found = [(taken, story) for taken, story in answers if story is not None and story.steps]
             fresh = {self._tell_of_agent(taken.consumer, story) for taken, story in found} - known
             if not fresh:
                 break
@@ -606,9 +615,13 @@ class _Telling:
         for wait in story.waits:
             step_id = taken if wait.step == first.id else wait.step
             self.waits[step_id] = replace(wait, step=step_id)
-        for step in [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]:
+        for step in self.unplaced():
             self.steps[step.id] = replace(step, parent=self._place_of(step.thing))
         return first.thing
+
+    def unplaced(self) -> list[Step]:
+        """Return what agents have taken of which nobody knows, so far, where it came from."""
+        return [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]
 
     def _place_of(self, message: str) -> str | None:
         """Return the step by which a message came to those who take it, the last that is known."""
@@ -666,9 +679,8 @@ async def _is_kept(js: JetStreamContext, place: _Published) -> bool:
     return True
 
 
-def _context_of(subject: str) -> str:
-    words = subject.split(".")
-    return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]
+def _told_on_host(message: str) -> str:
+    return f"what it emitted is told on its host: `postroom agent trace --message {message}`"
 
 
 def _uuid(text: str) -> UUID | None:

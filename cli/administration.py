@@ -88,7 +88,8 @@ def create_mesh(*, slug: MeshName, as_json: Json = False, url: Url = None, token
 def list_meshes(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
     """List the meshes."""
     found = with_broker(url, token_file, lambda client: client.list_meshes())
-    listing(found, ("MESH", "CREATED"), lambda mesh: (mesh.slug, mesh.created_at), as_json=as_json)
+    columns = ("MESH", "CREATED")
+    listing(found, columns, lambda mesh: (mesh.slug, mesh.created_at), things="meshes", as_json=as_json)
 
 
 @meshes.command("delete")
@@ -158,6 +159,7 @@ def list_members(*, as_json: Json = False, reach: Reach) -> None:
         with_mesh(reach, lambda client, mesh: client.list_members(mesh)),
         ("MEMBER", "MESH", "ROLE", "CREATED", "REVOKED"),
         lambda member: (member.name, member.mesh, member.role, member.created_at, member.revoked_at),
+        things="members",
         as_json=as_json,
     )
 
@@ -227,6 +229,7 @@ def list_operators(*, as_json: Json = False, url: Url = None, token_file: TokenF
         with_broker(url, token_file, lambda client: client.list_operators()),
         ("OPERATOR", "ROLE", "MESH", "CREATED", "REVOKED"),
         lambda one: (one.name, one.role, one.mesh or "every mesh", one.created_at, one.revoked_at),
+        things="operators",
         as_json=as_json,
     )
 
@@ -255,6 +258,7 @@ def list_topics(*, as_json: Json = False, reach: Reach) -> None:
         with_mesh(reach, lambda client, mesh: client.list_topics(mesh)),
         ("TOPIC", "MESH", "SUBSCRIBERS", "CREATED"),
         lambda topic: (topic.name, topic.mesh, topic.subscribers, topic.created_at),
+        things="topics",
         as_json=as_json,
     )
 
@@ -300,6 +304,7 @@ def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None
         with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name)),
         ("MEMBER", "TOPIC", "SINCE"),
         lambda subscription: (subscription.member, subscription.topic, subscription.created_at),
+        things="subscribers",
         as_json=as_json,
     )
 
@@ -332,6 +337,7 @@ def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -
         with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic)),
         ("ID", "TOPIC", "ADDRESS", "CREATED"),
         lambda webhook: (webhook.id, webhook.topic, webhook.url, webhook.created_at),
+        things="webhooks",
         as_json=as_json,
     )
 
@@ -367,6 +373,7 @@ def list_queues(*, as_json: Json = False, reach: Reach) -> None:
         with_mesh(reach, lambda client, mesh: client.list_queues(mesh)),
         ("QUEUE", "MESH", "CREATED"),
         lambda queue: (queue.name, queue.mesh, queue.created_at),
+        things="queues",
         as_json=as_json,
     )
 

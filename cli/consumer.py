@@ -68,11 +68,7 @@ def consumer() -> None:
 @with_options
 def list_(*, reach: Reach, as_json: Json = False) -> None:
     """List the durable consumers of all kinds, whether they run or not, and how far behind each is."""
-    found = _find(reach)
-    if found or as_json:
-        listing(found, COLUMNS, _cells, as_json=as_json)
-    else:
-        line("no consumers")
+    listing(_find(reach), COLUMNS, _cells, things="consumers", as_json=as_json)
 
 
 @app.command()

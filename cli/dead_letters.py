@@ -139,6 +139,7 @@ def log(*, reach: Reach, as_json: Json = False) -> None:
         with_mesh(reach, lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
         _NOTE_COLUMNS,
         lambda note: (note.at, note.act, note.actor, note.message_id, note.new_message_id, note.reason, note.why),
+        things="dead letters were settled",
         as_json=as_json,
     )
 

@@ -182,24 +182,22 @@ def list_(
             wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
 
     found = with_broker(reach.url, reach.token_file, work)
-    if found or as_json:
-        listing(
-            found[:limit],
-            COLUMNS,
-            lambda job: (
-                job.id,
-                job.mesh,
-                job.flow,
-                job.state,
-                job.open,
-                ago(job.started_at),
-                ago(job.ended_at),
-                job.error or _waits_for(job),
-            ),
-            as_json=as_json,
-        )
-    else:
-        line("no jobs")
+    listing(
+        found[:limit],
+        COLUMNS,
+        lambda job: (
+            job.id,
+            job.mesh,
+            job.flow,
+            job.state,
+            job.open,
+            ago(job.started_at),
+            ago(job.ended_at),
+            job.error or _waits_for(job),
+        ),
+        things="jobs",
+        as_json=as_json,
+    )
     if len(found) > limit:
         note(f"There are more jobs: --limit {2 * limit}")
 

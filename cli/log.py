@@ -110,6 +110,7 @@ def log(
         lines[:limit],
         ("AT", "WHERE", "BY", "VERB", "NOUN", "KEY", "OUTCOME", "REASON"),
         lambda one: (one.at, one.where, one.actor, one.verb, one.noun, one.key, one.outcome, one.reason),
+        things="lines match",
         as_json=as_json,
     )
     if len(lines) > limit:

@@ -168,24 +168,22 @@ def list_(
     """  # noqa: D301 - \b: as it stands
     query = KeysQuery(tenant=tenant, topic=topic, group=group, state=cast("KeyState | None", state), limit=limit + 1)
     found = place.ask(lambda client: client.list_things(KEYS, query), lambda own: own.list(query)).keys
-    if found or as_json:
-        listing(
-            found[:limit],
-            ("STATE", "TENANT", "TOPIC", "GROUP", "KEY", "ATTEMPTS", "SINCE", "ERROR"),
-            lambda one: (
-                one.state,
-                one.tenant,
-                one.topic,
-                one.group,
-                one.key,
-                one.attempts,
-                one.settled_at or one.begun_at,
-                one.last_error,
-            ),
-            as_json=as_json,
-        )
-    else:
-        line("no keys")
+    listing(
+        found[:limit],
+        ("STATE", "TENANT", "TOPIC", "GROUP", "KEY", "ATTEMPTS", "SINCE", "ERROR"),
+        lambda one: (
+            one.state,
+            one.tenant,
+            one.topic,
+            one.group,
+            one.key,
+            one.attempts,
+            one.settled_at or one.begun_at,
+            one.last_error,
+        ),
+        things="keys",
+        as_json=as_json,
+    )
     if len(found) > limit:
         note(f"There are more keys: --limit {min(2 * limit, MAX_PAGE)}")
 

@@ -187,13 +187,22 @@ def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequ
     return Text("\n").join(drawn)
 
 
-def listing(items: Iterable[T], columns: Sequence[str], cells: Callable[[T], Sequence[Any]], *, as_json: bool) -> None:
-    """Write a whole list: as JSON lines, or as a table of what `cells` picks from each item."""
+def listing(
+    items: Sequence[T],
+    columns: Sequence[str],
+    cells: Callable[[T], Sequence[Any]],
+    *,
+    things: str,
+    as_json: bool,
+) -> None:
+    """Write a list of `things`, if there are any: as JSON lines, or as a table of what `cells` picks from each."""
     if as_json:
         for item in items:
             json_line(item)
-    else:
+    elif items:
         table(columns, map(cells, items))
+    else:
+        line(f"no {things}")
 
 
 def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:

@@ -91,7 +91,7 @@ def top(
     view = "o"
     with _own_screen():
         while left != 0:
-            sight = asyncio.run(look(place, hour=True))
+            sight = asyncio.run(look(place, hour=view == "h"))
             rates.see(sight.programs)
             left = None if left is None else left - 1
             until = time.monotonic() + interval
@@ -103,7 +103,10 @@ def top(
                 key = os.read(sys.stdin.fileno(), 1).decode(errors="replace")  # Python's own buffer is not selected
                 if key in ("q", ""):
                     return
-                view = key if key in "odch" else view
+                before, view = view, key if key in "odch" else view
+                if view == "h" != before:  # whoever does not see the hour does not ask for it
+                    sight = asyncio.run(look(place, hour=True))
+                    rates.see(sight.programs)
 
 
 class Rates:

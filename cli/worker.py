@@ -86,6 +86,7 @@ def failing(source: str) -> typer.Typer:
             found.failing,
             _FAILING,
             lambda one: (one.id, one.subject, one.aggregate, one.attempts, ago(one.occurred_at), one.behind, one.error),
+            things=f"{source} are refused",
             as_json=as_json,
         )
         if found.more:
@@ -124,6 +125,7 @@ def failing(source: str) -> typer.Typer:
             place.ask(lambda client: client.log(things), lambda own: own.dropped()).dropped,
             _DROPPED,
             lambda one: (one.dropped_at, one.dropped_by, one.id, one.subject, one.error, one.reason),
+            things=f"{source} were dropped",
             as_json=as_json,
         )
 
@@ -169,6 +171,7 @@ def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = Fals
         place.ask(lambda client: client.list_things(sources, query), lambda own: own.backlogs(context)).sources,
         ("source", "waiting", "oldest", "failed before"),
         lambda one: (one.source, one.count, ago(one.oldest_at), one.failing),
+        things="sources",
         as_json=as_json,
     )
 

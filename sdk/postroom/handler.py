@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from postroom._wire.ids import context_of
+
 __all__ = ["HandlerRequest"]
 
 
@@ -36,5 +38,4 @@ class HandlerRequest(msgspec.Struct, kw_only=True):
     @property
     def mesh(self) -> str:
         """The mesh that the message is of, as its subject says."""
-        words = self.subject.split(".")
-        return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]
+        return context_of(self.subject)

@@ -1,4 +1,4 @@
-"""Identifiers: minting ULIDs and checking the ids that callers bring.
+"""Identifiers: minting ULIDs, checking the ids that callers bring, and the mesh that a subject names.
 
 A `client_message_id` is never released once a row holds it (docs/contract/send.md#send-30), so its form is checked
 before anything is written. Minted ids are ULIDs in time order, which keeps every index append-only.
@@ -83,3 +83,9 @@ def ulid_of(number: int) -> str:
 def is_client_message_id(text: str) -> bool:
     """Tell whether `text` may be an id: 1 to 128 characters of `A-Za-z0-9._:~-` (docs/contract/send.md#send-29)."""
     return _CLIENT_MESSAGE_ID.fullmatch(text) is not None
+
+
+def context_of(subject: str) -> str:
+    """Return the mesh that a subject is of, whoever made it: in that of a command it comes second."""
+    words = subject.split(".")
+    return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]

@@ -31,7 +31,6 @@ _log = structlog.get_logger(__name__)
 _QUERIES: Final = load_queries("postroom.worker", "orphans.sql")
 _ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)  # no broker forgets an id earlier, whatever its config was
 _LOOK_SECONDS: Final = 60.0
-_AFTER_FAILURE_SECONDS: Final = 600.0
 _LATE: Final = timedelta(hours=26)  # after which somebody should know that it has not run
 _DAY: Final = timedelta(days=1)
 
@@ -83,16 +82,14 @@ class OrphanCheck:
         self._trouble = "no worker ran at that hour"
 
     async def run(self) -> None:
-        """Look until cancelled whether a check is due; what fails is tried again later."""
+        """Look every minute, until cancelled, whether a check is due; one that fails is due still."""
         while True:
-            pause = _LOOK_SECONDS
             try:
                 await self.look()
             except (Fatal, asyncpg.PostgresError, *UNREACHABLE) as error:
                 self._trouble = str(error) or type(error).__name__
                 _log.warning("orphan_check_failed", error=self._trouble)
-                pause = _AFTER_FAILURE_SECONDS
-            await asyncio.sleep(pause)
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def look(self) -> None:
         """Check where it is due and nobody else is at it, and read what the last check found."""

@@ -318,6 +318,20 @@ def test_the_last_hour_is_shown_minute_by_minute(office: Office, well: Outcome) 
     office.execute("DELETE FROM postroom.minute_counts")
 
 
+def test_top_asks_for_the_hour_only_where_it_is_shown(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+
+    async def look_while_nobody_can_read_the_hour() -> Outcome:
+        connection = await asyncpg.connect(office.database)
+        async with connection.transaction():
+            await connection.execute("LOCK TABLE postroom.minute_counts IN ACCESS EXCLUSIVE MODE")
+            seen = await asyncio.to_thread(office.user.at_a_terminal, "top", "--count", "1", answer="q", COLUMNS="80")
+        await connection.close()
+        return seen
+
+    assert "the last hour:" not in run(look_while_nobody_can_read_the_hour()).out  # that it cannot be asked
+
+
 def test_top_on_a_terminal_follows_keys_and_leaves_it_as_it_was(office: Office, well: Outcome) -> None:
     assert well.code == 0
     seen = office.user.at_a_terminal("top", "--interval", "9", "--count", "2", answer="dcoq", COLUMNS="80", LINES="24")

@@ -585,6 +585,7 @@ def test_a_request_that_an_agent_took_and_answered_is_told_from_both_ends(workin
         assert parents(story, answered) == ["asked", "activity", "job"]
         (taken,) = [step for step in story["steps"] if step["what"] == "taken"]
         assert (taken["place"], taken["outcome"]) == ("extract_consumer", "done")
+        assert "it does not run" in taken["reason"]
         assert f"`postroom agent trace --message {asked['thing']}`" in taken["reason"]
         assert parents(story, taken)[:2] == ["published", "asked"]
     told = working.at(None, **settings).process(
@@ -635,6 +636,7 @@ def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
     working: Office, tmp_path: Path
 ) -> None:
     """No database knows it: the agents are asked, each for what is in its store."""
+    agents: dict[str, Process] = {}
     (tmp_path / "relay_race.py").write_text(AGENTS)
     assert working.user.run("queue", "create", "starter").code == 0
     with ExitStack() as running:
@@ -649,6 +651,7 @@ def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
             agent = Process(tmp_path / name, "cli", settings, "agent", "run", f"relay_race:{name}")
             agent.start()
             running.callback(agent.kill)
+            agents[name] = agent
         elsewhere = working.at(None)
         working.send("race", "queue:starter")
         working.until_told("race", "accepted", user=elsewhere)
@@ -665,7 +668,14 @@ def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
             (again,) = [one for one in backwards["steps"] if one["thing"] == step["thing"] and one["what"] == "emitted"]
             assert "accepted" in parents(backwards, again), backwards
             assert accepted["thing"] in {one["thing"] for one in backwards["steps"]}
-    assert elsewhere.run("trace", last["thing"]).code == 3  # they run no more
+        agents["Starter"].kill()
+        half = elsewhere.run("trace", last["thing"], "--json")
+        (problem,) = half.json[0]["unread"]
+        assert "starter_consumer" in problem["detail"]
+    stopped = elsewhere.run("trace", last["thing"])
+    assert stopped.code == 3
+    assert "starter_consumer" in stopped.sentence()
+    assert f"`postroom agent trace --message {last['thing']}` on its host" in stopped.sentence()
 
 
 def test_a_member_is_told_of_what_it_may_read_and_an_admin_of_its_mesh_alone(consumer: Office) -> None:

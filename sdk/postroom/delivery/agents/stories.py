@@ -38,10 +38,10 @@ async def tell_stories(nats: Client, context: str, durable: str, database: Path)
 
 
 async def ask_story(nats: Client, context: str, durable: str, id_: str) -> Story | None:
-    """Return what an agent tells of an id; None where it does not run, does not answer, or does not know it."""
+    """Return what an agent tells of an id, no step where it does not know it; None where it does not run or answer."""
     try:
         answer = await nats.request(_subject(context, durable), id_.encode(), timeout=_SECONDS)
-        return _decode(answer.data) if answer.data else None
+        return _decode(answer.data) if answer.data else Story(waits=[], steps=[])
     except (*NATS_ERRORS, msgspec.MsgspecError):
         return None
 
