@@ -138,6 +138,7 @@ async def test_one_log_says_what_was_done_at_the_broker_and_at_the_daemon(mailro
     assert await keys("--actor", shown[2]["actor"], "--verb", "abort") == [row]
     assert row in await keys("--since", "1h")
     assert await keys("--since", "0s") == []
+    assert (await user.run("log", "--actor", "nobody")).out == "no lines match\n"
     first, second = await user.run("log", "--limit", "1"), await user.run("log", "--limit", "2", "--json")
     assert "there are older ones" in first.err
     assert len(second.json) == 2
