@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ def commands() -> Iterator[tuple[str, Any]]:
             yield noun, command
 
 
-def named_commands(*patterns: str) -> Iterator[str]:
-    """Every command that a string of the product has, with `x` in the place of what is not known yet."""
+def strings() -> Iterator[str]:
+    """Every string of the product, with `x` in the place of what is not known yet."""
     root = Path(__file__).parents[3]
     for room in (
         "broker",
@@ -57,13 +57,18 @@ def named_commands(*patterns: str) -> Iterator[str]:
                     text = node.value
                 else:
                     continue
-                for pattern in patterns:
-                    yield from re.findall(pattern, text)
+                yield text
+
+
+def commands_in(texts: Iterable[str], pattern: str) -> list[str]:
+    """Every command that the texts name where the pattern finds one, without the word `postroom`."""
+    return sorted({found for text in texts for found in re.findall(pattern, text) if found.split()[0] in VERBS})
 
 
 COMMANDS = dict(commands())
-NAMED = sorted({named for named in named_commands(r"`postroom ([^`]+)`") if named.split()[0] in VERBS})
-HELPING = sorted({one for one in named_commands(r"^postroom (.+)$") if one.split()[0] in VERBS})  # whole strings
+STRINGS = set(strings())
+NAMED = commands_in(STRINGS, r"`postroom ([^`]+)`")
+HELPING = commands_in(STRINGS, r"^postroom (.+)$")  # whole strings
 
 
 def parsed(named: str) -> tuple[Any, dict[str, Any]]:

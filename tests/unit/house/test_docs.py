@@ -7,6 +7,7 @@ import re
 import runpy
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def links(page: Path) -> list[str]:
     return [str(target) for target in found if target and not re.match(r"[a-z]+:", str(target))]
 
 
+@cache  # many links lead to one page
 def anchors(page: Path) -> set[str]:
     """Return what a link to the page may end with: its headings, as GitHub makes anchors of them, and its own."""
     found: list[str] = []
