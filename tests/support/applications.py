@@ -13,19 +13,34 @@ from embedded import EmbeddedPostgres
 from postroom.delivery.applications import install
 
 _numbers = count(1)
+_templates: dict[tuple[str, ...], tuple[str, str]] = {}
 _ROLE = "&options=-c%20role%3D"
 
 
 @asynccontextmanager
 async def application_database(server: EmbeddedPostgres, *meshes: str) -> AsyncIterator[str]:
-    """Make a database with an outbox; yields its address for the role that may only emit and handle."""
-    number = next(_numbers)
-    database, role = f"application_{number}", f"shop_{number}"
-    await _as_superuser(server.url, f"CREATE ROLE {role}")
-    await _execute(server.url, f"CREATE DATABASE {database}")
-    owner = server.url_of(database)
+    """Make a database with an outbox; yields its address for the role that may only emit and handle.
+
+    Those for the same meshes are copies of one, in which the outbox was installed, and have one role.
+    """
+    template, role = await _template(server, meshes)
+    database = f"application_{next(_numbers)}"
+    await _execute(server.url, f"CREATE DATABASE {database} TEMPLATE {template}")
     try:
+        yield as_role(server.url_of(database), role)
+    finally:
+        await _execute(server.url, f"DROP DATABASE {database} WITH (FORCE)")
+
+
+async def _template(server: EmbeddedPostgres, meshes: tuple[str, ...]) -> tuple[str, str]:
+    """Return the name of the database that others are copies of, and of its role."""
+    if (server.url, *meshes) not in _templates:
+        number = next(_numbers)
+        database, role = f"installed_{number}", f"shop_{number}"
+        await _as_superuser(server.url, f"CREATE ROLE {role}")
         await _as_superuser(server.url, f"GRANT {role} TO postroom")  # which can log in, and become it
+        await _execute(server.url, f"CREATE DATABASE {database}")
+        owner = server.url_of(database)
         await install(owner, roles=[role], meshes=meshes)
         await _execute(
             owner,
@@ -33,10 +48,8 @@ async def application_database(server: EmbeddedPostgres, *meshes: str) -> AsyncI
             f"GRANT USAGE ON SCHEMA public TO {role}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON public.orders TO {role}",
         )
-        yield as_role(owner, role)
-    finally:
-        await _execute(server.url, f"DROP DATABASE {database} WITH (FORCE)")
-        await _as_superuser(server.url, f"DROP ROLE {role}")
+        _templates[server.url, *meshes] = database, role
+    return _templates[server.url, *meshes]
 
 
 def as_role(url: str, role: str) -> str:
