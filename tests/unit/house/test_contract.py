@@ -49,6 +49,7 @@ def texts() -> dict[str, str]:
 
 
 TEXTS = texts()
+ENDS = {name.split("/", parts)[-1] for name in TEXTS for parts in range(name.count("/") + 1)}  # of paths, and these
 FOLDERS = {name.partition("/")[0] for name in TEXTS if "/" in name}
 
 
@@ -72,8 +73,7 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
 def is_there(named: str, name: str) -> bool:
     """Tell whether what the file `name` names exists: from the root, from its own folder, or from the room it is in."""
     from_there = os.path.normpath(Path(name).parent / named)
-    here = named in TEXTS or from_there in TEXTS or any(there.endswith(f"/{named}") for there in TEXTS)
-    return here or (ROOT / named).is_file()  # a picture is no text
+    return named in ENDS or from_there in TEXTS or (ROOT / named).is_file()  # a picture is no text
 
 
 def is_ours(named: str, name: str) -> bool:
