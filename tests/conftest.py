@@ -4,6 +4,7 @@
     database_url                                    a fresh, empty database for this test
     redis_url                                       the Redis of the session, emptied for this test
     nats_url                                        the NATS of the session
+    zygote                                          what starts programs of ours at once, by forking
     short_directory                                 an empty directory with a path short enough for any Unix socket
 
 A test that stops or kills a server starts one of its own: `EmbeddedRedis(short_directory / "redis")`. The kernel ends
@@ -29,6 +30,7 @@ import redis
 import uvloop
 from support import session
 from support.janitor import clear_up
+from support.zygote import Zygote, shared
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 
@@ -123,6 +125,11 @@ def nats_server(session_directory: Path) -> Iterator[EmbeddedNats]:
 @pytest.fixture
 def nats_url(nats_server: EmbeddedNats) -> str:
     return nats_server.url
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Zygote:
+    return shared()
 
 
 async def _execute(url: str, statement: str) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 import asyncpg
 import pytest
 from support.mailroom import Mailroom
+from support.zygote import Zygote
 
 
 @pytest.fixture
-async def mailroom(short_directory: Path, database_url: str, redis_url: str) -> AsyncIterator[Mailroom]:
-    room = Mailroom(short_directory, database_url, redis_url)
+async def mailroom(short_directory: Path, database_url: str, redis_url: str, zygote: Zygote) -> AsyncIterator[Mailroom]:
+    room = Mailroom(short_directory, database_url, redis_url, zygote=zygote)
     await room.open()
     yield room
     room.close()

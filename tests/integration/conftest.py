@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from nats.aio.client import Client
 from support.mailroom import LoneDaemon
+from support.zygote import Zygote
 
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
@@ -19,9 +20,9 @@ async def connection(nats_url: str) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
+async def daemon(short_directory: Path, zygote: Zygote) -> AsyncIterator[LoneDaemon]:
     """A daemon of this test's own, which no broker answers."""
-    running = LoneDaemon(short_directory)
+    running = LoneDaemon(short_directory, zygote=zygote)
     await running.start()
     yield running
     running.stop()

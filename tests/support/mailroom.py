@@ -21,6 +21,7 @@ import aiohttp
 
 from embedded.processes import tethered
 from postroom import AsyncClient, BrokerClient, PostroomError
+from support.zygote import Forked, Zygote, shared
 
 MESH = "demo"
 MEMBER = "alice"
@@ -28,16 +29,27 @@ TOPIC = "topic:orders"
 
 
 class Process:
-    """One program under `python -m`, with its settings in the environment."""
+    """One program under `python -m`, with its settings in the environment; one of a `zygote` is forked from it."""
 
-    def __init__(self, directory: Path, module: str, settings: dict[str, object], *arguments: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        module: str,
+        settings: dict[str, object],
+        *arguments: str,
+        zygote: Zygote | None = None,
+    ) -> None:
         self._log = directory / f"{module}.log"
         self._command = [sys.executable, "-m", module, *arguments]
         self.settings = {name: str(value) for name, value in settings.items()}
-        self._running: subprocess.Popen[bytes] | None = None
+        self._zygote = zygote
+        self._running: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self) -> None:
         with self._log.open("ab") as log:
+            if self._zygote is not None:
+                self._running = self._zygote.start(self._command[1:], self._environment(), log)
+                return
             self._running = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, env=self._environment())
 
     async def run(self, *arguments: str) -> None:
@@ -90,8 +102,11 @@ class Process:
 class Mailroom:
     """A mesh with its member, topic and daemon; `await open()` before use, `close()` after."""
 
-    def __init__(self, directory: Path, database_url: str, redis_url: str, *, brokers: int = 1) -> None:
+    def __init__(
+        self, directory: Path, database_url: str, redis_url: str, *, brokers: int = 1, zygote: Zygote | None = None
+    ) -> None:
         self.directory = directory
+        self._zygote = zygote
         self.database_url = database_url
         self.socket = directory / "d.sock"
         self.state = directory / "state"
@@ -110,6 +125,7 @@ class Mailroom:
                 "POSTROOM_DAEMON_BROKER_TOKEN_FILE": directory / "alice.token",
                 "POSTROOM_DAEMON_RELAY_BACKOFF_MOST_SECONDS": 1,
             },
+            zygote=zygote,
         )
 
     async def open(self) -> None:
@@ -151,7 +167,7 @@ class Mailroom:
             "POSTROOM_BROKER_ADMIN_TOKEN_FILE": self.directory / "admin.token",
             "POSTROOM_BROKER_LISTEN_PORT": place.name,
         }
-        return Process(place, "broker", settings)
+        return Process(place, "broker", settings, zygote=self._zygote)
 
     def _secret(self, name: str, text: str) -> None:
         file = self.directory / name
@@ -181,7 +197,7 @@ def _free_port() -> int:
 class LoneDaemon:
     """`python -m daemon` over a directory; started, killed and started again."""
 
-    def __init__(self, directory: Path, **settings: object) -> None:
+    def __init__(self, directory: Path, *, zygote: Zygote | None = None, **settings: object) -> None:
         self.socket = directory / "d.sock"
         self.state = directory / "state"
         token = directory / "member.token"
@@ -195,7 +211,7 @@ class LoneDaemon:
             "POSTROOM_DAEMON_BROKER_TOKEN_FILE": str(token),
             **{f"POSTROOM_DAEMON_{name}": str(value) for name, value in settings.items()},
         }
-        self.process = Process(directory, "daemon", self.environment)
+        self.process = Process(directory, "daemon", self.environment, zygote=zygote)
 
     async def start(self) -> None:
         """Start it and return when it accepts."""
@@ -222,24 +238,21 @@ class LoneDaemon:
 
 
 @contextmanager
-def worker(
-    *arguments: str, ready: str = "publishing", **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def worker(*arguments: str, ready: str = "publishing", **environment: str) -> Iterator[tuple[Forked, dict[str, Any]]]:
     """Run a worker, and yield it with the log line that says that it is `ready`."""
-    process = subprocess.Popen(
-        tethered([sys.executable, "-m", "postroom.worker", "run", *arguments]),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment},
-    )
-    assert process.stderr is not None
-    try:
-        started: dict[str, Any] = {}
-        while started.get("event") != ready:
-            line = process.stderr.readline()
-            assert line, "the worker ended"
-            started = json.loads(line)
-        yield process, started
-    finally:
-        process.kill()
-        process.communicate()
+    words = ["-m", "postroom.worker", "run", *arguments]
+    environment = {"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment}
+    reading, writing = os.pipe()
+    with open(reading, "rb") as said:  # noqa: PTH123 - a descriptor
+        with open(writing, "wb") as output:  # noqa: PTH123 - the same
+            process = shared().start(words, environment, output)
+        try:
+            started: dict[str, Any] = {}
+            while started.get("event") != ready:
+                line = said.readline()
+                assert line, "the worker ended"
+                started = json.loads(line)
+            yield process, started
+        finally:
+            process.kill()
+            process.wait()

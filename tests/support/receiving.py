@@ -22,14 +22,15 @@ from postroom._wire.administration import HistoryMessage
 from postroom.delivery.streams import default_streams, ensure_stream
 from support.inboxes import MEMBER, wire
 from support.mailroom import LoneDaemon
+from support.zygote import Zygote
 
 _DEDUPE: Final = DedupeFeature(version=1, mode="permanent", request_fingerprint=True)
 _SECONDS: Final = 30.0  # that a slow machine may need
 
 
-def receiving_daemon(directory: Path, nats_url: str, mesh: str, **settings: object) -> LoneDaemon:
+def receiving_daemon(directory: Path, nats_url: str, mesh: str, zygote: Zygote) -> LoneDaemon:
     """Configure a daemon of `mesh` whose member is alice."""
-    daemon = LoneDaemon(directory, MESH=mesh, NATS_URL=nats_url, NATS_RECONNECT_SECONDS=0.05, **settings)
+    daemon = LoneDaemon(directory, zygote=zygote, MESH=mesh, NATS_URL=nats_url, NATS_RECONNECT_SECONDS=0.05)
     daemon.state.mkdir(mode=0o700, exist_ok=True)
     KeptFeatures(daemon.state).save(
         Features(mesh=mesh, member=MEMBER, max_batch=1000, client_message_id_dedupe=_DEDUPE)

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from support.mailroom import LoneDaemon
 from support.terminal import Terminal
+from support.zygote import Zygote
 
 from cli import connect
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(session_directory: Path) -> Iterator[LoneDaemon]:
+def shared_daemon(session_directory: Path, zygote: Zygote) -> Iterator[LoneDaemon]:
     """A daemon that the tests of a module share, each under ids of its own."""
     directory = session_directory / "shared"
     directory.mkdir()
-    running = LoneDaemon(directory)
+    running = LoneDaemon(directory, zygote=zygote)
     asyncio.run(running.start())
     yield running
     running.stop()

@@ -15,6 +15,7 @@ from support.inboxes import message
 from support.mailroom import LoneDaemon
 from support.receiving import publish, received, receiving_daemon, stream_of
 from support.terminal import Terminal
+from support.zygote import Zygote
 
 from postroom import AsyncClient
 
@@ -28,8 +29,13 @@ async def js(nats_url: str) -> AsyncIterator[JetStreamContext]:
 
 
 @pytest.fixture
-async def daemon(short_directory: Path, nats_url: str, js: JetStreamContext) -> AsyncIterator[LoneDaemon]:  # noqa: ARG001
-    daemon = receiving_daemon(short_directory, nats_url, MESH)
+async def daemon(
+    short_directory: Path,
+    nats_url: str,
+    js: JetStreamContext,  # noqa: ARG001
+    zygote: Zygote,
+) -> AsyncIterator[LoneDaemon]:
+    daemon = receiving_daemon(short_directory, nats_url, MESH, zygote)
     await daemon.start()
     yield daemon
     daemon.stop()

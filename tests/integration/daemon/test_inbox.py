@@ -16,6 +16,7 @@ from nats.js.errors import NotFoundError
 from support.inboxes import message, wire
 from support.mailroom import LoneDaemon
 from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
+from support.zygote import Zygote
 
 from postroom import AsyncClient, EventsQuery, InboxMessage, NotFound
 from postroom.delivery.dead_letters import DeadLetter
@@ -36,8 +37,14 @@ async def js(nats_url: str, mesh: str) -> AsyncIterator[JetStreamContext]:
 
 
 @pytest.fixture
-async def daemon(short_directory: Path, nats_url: str, mesh: str, js: JetStreamContext) -> AsyncIterator[LoneDaemon]:  # noqa: ARG001
-    daemon = receiving_daemon(short_directory, nats_url, mesh)
+async def daemon(
+    short_directory: Path,
+    nats_url: str,
+    mesh: str,
+    js: JetStreamContext,  # noqa: ARG001
+    zygote: Zygote,
+) -> AsyncIterator[LoneDaemon]:
+    daemon = receiving_daemon(short_directory, nats_url, mesh, zygote)
     await daemon.start()
     yield daemon
     daemon.stop()
@@ -85,10 +92,10 @@ async def test_a_second_publish_under_another_id_is_no_second_message(
 
 
 async def test_two_daemons_of_one_member_each_get_everything(
-    daemon: LoneDaemon, js: JetStreamContext, mesh: str, nats_url: str, short_directory: Path
+    daemon: LoneDaemon, js: JetStreamContext, mesh: str, nats_url: str, *, short_directory: Path, zygote: Zygote
 ) -> None:
     (short_directory / "other").mkdir()
-    other = receiving_daemon(short_directory / "other", nats_url, mesh)
+    other = receiving_daemon(short_directory / "other", nats_url, mesh, zygote)
     await other.start()
     await publish(js, messages(mesh, *range(1, 51)))
     for each in (daemon, other):
@@ -191,9 +198,9 @@ async def test_a_damaged_file_is_set_aside_and_filled_anew_from_the_stream(
 
 
 async def test_an_inbox_that_cannot_be_opened_leaves_sending_alone(
-    short_directory: Path, nats_url: str, mesh: str
+    short_directory: Path, nats_url: str, mesh: str, zygote: Zygote
 ) -> None:
-    daemon = receiving_daemon(short_directory, nats_url, mesh)
+    daemon = receiving_daemon(short_directory, nats_url, mesh, zygote)
     (daemon.state / "inbox.db").mkdir()
     await daemon.start()
     async with AsyncClient(daemon.socket, patience=0) as client:
@@ -205,8 +212,8 @@ async def test_an_inbox_that_cannot_be_opened_leaves_sending_alone(
     daemon.stop()
 
 
-async def test_a_daemon_without_nats_says_that_it_has_no_inbox(short_directory: Path) -> None:
-    daemon = LoneDaemon(short_directory)
+async def test_a_daemon_without_nats_says_that_it_has_no_inbox(short_directory: Path, zygote: Zygote) -> None:
+    daemon = LoneDaemon(short_directory, zygote=zygote)
     await daemon.start()
     async with AsyncClient(daemon.socket, patience=0) as client:
         for call in (client.inbox(), take(client, 1)):
@@ -217,8 +224,10 @@ async def test_a_daemon_without_nats_says_that_it_has_no_inbox(short_directory: 
     assert not (daemon.state / "inbox.db").exists()
 
 
-async def test_a_daemon_whose_nats_is_away_starts_sends_and_stops(short_directory: Path, mesh: str) -> None:
-    daemon = receiving_daemon(short_directory, "nats://127.0.0.1:9", mesh)
+async def test_a_daemon_whose_nats_is_away_starts_sends_and_stops(
+    short_directory: Path, mesh: str, zygote: Zygote
+) -> None:
+    daemon = receiving_daemon(short_directory, "nats://127.0.0.1:9", mesh, zygote)
     await daemon.start()
     async with AsyncClient(daemon.socket, patience=5) as client:
         assert (await client.send("topic:orders", "hello")).status == "queued"

@@ -15,6 +15,7 @@ from nats.js import JetStreamContext
 from support.inboxes import message
 from support.mailroom import LoneDaemon, Process
 from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
+from support.zygote import Zygote
 
 from postroom import AsyncClient
 
@@ -59,35 +60,37 @@ sys.exit(main([]))
 """
 
 
-async def killed(daemon: LoneDaemon, point: str, call: int) -> None:
+async def killed(daemon: LoneDaemon, point: str, call: int, zygote: Zygote) -> None:
     """Run the daemon until its own kill at the `call`-th time that it reaches `point`."""
-    process = Process(daemon.state.parent, "daemon", daemon.environment)
+    process = Process(daemon.state.parent, "daemon", daemon.environment, zygote=zygote)
     process._command = [sys.executable, "-c", FATAL, point, str(call)]
     process.start()
     assert process._running is not None
     assert await asyncio.to_thread(process._running.wait, 30) == -9, process.log()
 
 
-async def test_each_message_is_filed_once_whatever_kills_the_daemon(short_directory: Path, nats_url: str) -> None:
+async def test_each_message_is_filed_once_whatever_kills_the_daemon(
+    short_directory: Path, nats_url: str, zygote: Zygote
+) -> None:
     async with asyncio.TaskGroup() as daemons:  # at once, since each waits for what a killed one had in hand
         for point in POINTS:
-            daemons.create_task(kill_at(point, short_directory / point, nats_url))
+            daemons.create_task(kill_at(point, short_directory / point, nats_url, zygote))
 
 
-async def kill_at(point: str, directory: Path, nats_url: str) -> None:
+async def kill_at(point: str, directory: Path, nats_url: str, zygote: Zygote) -> None:
     """Kill a daemon of a mesh of its own at that point, again and again, and see that nothing is missing."""
     directory.mkdir()
     mesh = point.replace("-", "_")
     async with stream_of(nats_url, mesh) as js:
-        await file_all(receiving_daemon(directory, nats_url, mesh), js, mesh, point)
+        await file_all(receiving_daemon(directory, nats_url, mesh, zygote), js, mesh, point, zygote)
 
 
-async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: str) -> None:
+async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: str, zygote: Zygote) -> None:
     expected = [f"id-{number}" for number in range(1, MESSAGES + 1)]
     for kill in range(1, KILLS + 1):
         first = (kill - 1) * MESSAGES // KILLS + 1
         await publish(js, [message(number, mesh=mesh) for number in range(first, kill * MESSAGES // KILLS + 1)])
-        await killed(daemon, point, _call(point, kill))
+        await killed(daemon, point, _call(point, kill), zygote)
     await daemon.start()
     async with AsyncClient(daemon.socket) as client:
         found = [each.client_message_id for each in await received(client, MESSAGES)]

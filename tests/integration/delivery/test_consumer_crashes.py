@@ -3,25 +3,23 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.jetstream import Context
 from support.waiting import until_so
-
-from embedded.processes import tethered
+from support.zygote import Forked, Zygote
 
 PROGRAM = Path(__file__).with_name("consumer_process.py")
-ROOT = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 COUNT = 60
 
 
-def start(url: str, context: str, point: str, victim: str, effects: Path) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    command = [sys.executable, str(PROGRAM), url, context, point, victim, str(effects)]
-    return subprocess.Popen(tethered(command), env={**os.environ, "PYTHONPATH": paths})
+def start(zygote: Zygote, url: str, context: str, effects: Path, *, point: str, victim: str) -> Forked:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    words = [str(PROGRAM), url, context, point, victim, str(effects)]
+    with effects.with_name("log").open("ab") as log:
+        return zygote.start(words, environment, log)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +35,15 @@ def start(url: str, context: str, point: str, victim: str, effects: Path) -> sub
         ("after ack", "30"),
     ],
 )
-async def test_a_consumer_killed_at(context: Context, nats_url: str, tmp_path: Path, point: str, victim: str):
+async def test_a_consumer_killed_at(
+    context: Context, nats_url: str, tmp_path: Path, zygote: Zygote, *, point: str, victim: str
+):
     effects = tmp_path / "effects"
     effects.touch()
     await context.publish(str(number) for number in range(COUNT))
-    killed = start(nats_url, context.name, point, victim, effects)
+    killed = start(zygote, nats_url, context.name, effects, point=point, victim=victim)
     assert await asyncio.to_thread(killed.wait, 30) == -signal.SIGKILL
-    survivor = start(nats_url, context.name, "never", victim, effects)
+    survivor = start(zygote, nats_url, context.name, effects, point="never", victim=victim)
     try:
         await until_so(lambda: _is_settled(context), "everything is settled")
     finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,7 @@ from support import crashing_consumer
 from support.handlers import CountingHandler
 from support.http_consumers import Inbox, settled
 from support.jetstream import DURABLE, Context
-
-from embedded.processes import tethered
+from support.zygote import Forked, Zygote
 
 ROUNDS = 3
 PER_KILL = 40  # messages published before each
@@ -37,20 +36,20 @@ def config_file(context: Context, nats_url: str, inbox_database: str, handler: C
     return file
 
 
-@asynccontextmanager
-async def running(file: Path, step: str, count: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, crashing_consumer.__file__, str(file), step, str(count)]
-    process = await asyncio.create_subprocess_exec(*tethered(command), stdout=asyncio.subprocess.DEVNULL)
+@contextmanager
+def running(zygote: Zygote, file: Path, step: str, count: int) -> Iterator[Forked]:
+    words = [crashing_consumer.__file__, str(file), step, str(count)]
+    with file.with_suffix(".log").open("ab") as log:
+        process = zygote.start(words, os.environ, log)
     try:
         yield process
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        process.kill()
+        process.wait()
 
 
 async def test_killed_at_every_step_each_effect_happens_once_and_what_is_processed_is_never_called_again(
-    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path, zygote: Zygote
 ) -> None:
     rng = random.Random(47)
     ids: list[str] = []
@@ -59,11 +58,11 @@ async def test_killed_at_every_step_each_effect_happens_once_and_what_is_process
         await context.publish(fresh)
         ids += fresh
         done, calls = await inbox.processed(), len(handler.calls)
-        async with running(config_file, step, rng.randint(1, PER_KILL)) as process, asyncio.timeout(60):
-            assert await process.wait() == -signal.SIGKILL
+        with running(zygote, config_file, step, rng.randint(1, PER_KILL)) as process:
+            assert await asyncio.to_thread(process.wait, 60) == -signal.SIGKILL
         assert not done & set(handler.ids()[calls:])
     done, calls = await inbox.processed(), len(handler.calls)
-    async with running(config_file, "never", 1):
+    with running(zygote, config_file, "never", 1):
         await settled(context)
 
     assert not done & set(handler.ids()[calls:])
@@ -74,15 +73,15 @@ async def test_killed_at_every_step_each_effect_happens_once_and_what_is_process
 
 
 async def test_a_kill_uses_up_an_attempt_of_the_message_that_was_being_called_and_of_none_that_was_in_hand(
-    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path, zygote: Zygote
 ) -> None:
     one_call(config_file, max_deliver=3)
     ids = [f"m-{number}" for number in range(PER_KILL)]
     await context.publish(ids)
     for _ in range(2):
-        await killed(config_file)
+        await killed(zygote, config_file)
     assert sum(await attempts(inbox, ids)) == 2
-    async with running(config_file, "never", 1):
+    with running(zygote, config_file, "never", 1):
         await settled(context)
 
     assert sum(await attempts(inbox, ids)) == PER_KILL + 2
@@ -91,14 +90,14 @@ async def test_a_kill_uses_up_an_attempt_of_the_message_that_was_being_called_an
 
 
 async def test_what_its_last_attempt_was_killed_with_is_dead_and_what_was_in_hand_beside_it_is_not(
-    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path, zygote: Zygote
 ) -> None:
     one_call(config_file, max_deliver=2)
     await context.publish(["deadly"])
-    await killed(config_file)
-    await killed(config_file)
+    await killed(zygote, config_file)
+    await killed(zygote, config_file)
     await context.publish(["m-1", "m-2"])
-    async with running(config_file, "never", 1):
+    with running(zygote, config_file, "never", 1):
         await settled(context)
 
     (letter,) = await context.letters()
@@ -109,7 +108,7 @@ async def test_what_its_last_attempt_was_killed_with_is_dead_and_what_was_in_han
 
 
 async def test_killed_at_every_step_of_burying_each_message_has_one_letter(
-    context: Context, handler: CountingHandler, config_file: Path
+    context: Context, handler: CountingHandler, config_file: Path, zygote: Zygote
 ) -> None:
     handler.answer = lambda _: web.Response(status=422)
     ids: list[str] = []
@@ -117,9 +116,9 @@ async def test_killed_at_every_step_of_burying_each_message_has_one_letter(
         fresh = [f"m-{len(ids) + number}" for number in range(PER_LETTER_KILL)]
         await context.publish(fresh)
         ids += fresh
-        async with running(config_file, step, PER_LETTER_KILL // 2) as process, asyncio.timeout(60):
-            assert await process.wait() == -signal.SIGKILL
-    async with running(config_file, "never", 1):
+        with running(zygote, config_file, step, PER_LETTER_KILL // 2) as process:
+            assert await asyncio.to_thread(process.wait, 60) == -signal.SIGKILL
+    with running(zygote, config_file, "never", 1):
         await settled(context)
 
     assert sorted(letter.message_id or "" for letter in await context.letters()) == sorted(ids)
@@ -131,10 +130,10 @@ def one_call(config_file: Path, *, max_deliver: int) -> None:
     config_file.write_text(text.replace("[handler]", "[handler]\ncalls_at_once = 1"))
 
 
-async def killed(config_file: Path) -> None:
+async def killed(zygote: Zygote, config_file: Path) -> None:
     """Run a consumer until it is about to call its handler for the first time."""
-    async with running(config_file, "before_call", 1) as process, asyncio.timeout(60):
-        assert await process.wait() == -signal.SIGKILL
+    with running(zygote, config_file, "before_call", 1) as process:
+        assert await asyncio.to_thread(process.wait, 60) == -signal.SIGKILL
 
 
 async def attempts(inbox: Inbox, ids: list[str]) -> list[int]:
