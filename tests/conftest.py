@@ -31,12 +31,17 @@ import uvloop
 from support import session
 from support.janitor import clear_up
 from support.zygote import Zygote, shared
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 
 _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
-_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_SPARK = "spark"  # the folder
+_JAVA_OPTIONS = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
 
 
 def pytest_configure() -> None:
@@ -45,7 +50,8 @@ def pytest_configure() -> None:
     A shell starts what runs in the background with Ctrl-C ignored, and what that starts inherits it. With a handler
     that does nothing this process goes on ignoring it, while the programs that tests interrupt have the default.
 
-    A Java of a test lives for seconds, and would spend half of its time on optimizing code.
+    A Java of a test lives for seconds, and would spend half of its time on optimizing code, and a part of the rest on
+    verifying classes that every run has verified before.
     """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -53,6 +59,23 @@ def pytest_configure() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
     os.environ.setdefault("JAVA_TOOL_OPTIONS", _JAVA_OPTIONS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with Spark's tests, which one worker runs: in the end the others would wait for it."""
+    items.sort(key=lambda item: item.path.parent.name != _SPARK)
+
+
+class ByFile(LoadFileScheduling):
+    """Hands each file to one worker, and all of Spark's tests too: each worker would start a Spark of its own."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return _SPARK if Path(file).parent.name == _SPARK else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cli.stack.programs import choose_port
 from embedded.postgres import postgres_home
+from postroom.spark.session import spare_workers_the_zip
 
 ROOT = Path(__file__).parents[2]
 PART = re.compile(
@@ -19,8 +20,11 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-GUIDES = ("tutorial", "operations", "backup", "delivery", "applications", "jobs", "spark", "pipelines", "testing")
-PAGES = ["README.md", "sdk/README.md", *(f"docs/{name}.md" for name in GUIDES)]
+CONSOLE_PORT = "7480"  # the same
+FIRST = "README.md"
+ALONE = (FIRST, *(f"docs/{name}.md" for name in ("tutorial", "operations", "backup", "delivery", "pipelines")))
+TOGETHER = ("sdk/README.md", *(f"docs/{name}.md" for name in ("applications", "jobs", "console", "testing", "spark")))
+ROOMS = [*((page,) for page in ALONE), TOGETHER]  # pages that are read in one mail room, one after the other
 EXCHANGE = """
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -103,12 +107,18 @@ def home(short_directory: Path):
         subprocess.run(["postroom", "down", "--state", mailroom, "--wipe", "--yes"], env=environment, check=True)
 
 
-@pytest.mark.timeout(1200)  # the page on pipelines starts Spark eight times
-@pytest.mark.parametrize("name", PAGES)
-def test_every_command_of_a_page_works_in_the_order_it_stands(name, home, record_property):
-    commands = script(ROOT / name).replace(PORT, str(choose_port()))
+@pytest.mark.timeout(1800)  # the page on pipelines starts Spark eight times
+@pytest.mark.parametrize("pages", ROOMS, ids=" ".join)
+def test_every_command_of_a_page_works_in_the_order_it_stands(pages, home, record_property):
+    for number, name in enumerate(pages):
+        read(name, Path(home["HOME"]) / f"place-{number}", home, record_property)
+
+
+def read(name, place, home, record_property):
+    """Type what a page says, in an empty directory with what a checkout has."""
+    console = str(choose_port())
+    commands = script(ROOT / name).replace(PORT, str(choose_port())).replace(CONSOLE_PORT, console)
     assert commands
-    place = Path(home["HOME"]) / "place"
     place.mkdir()
     (place / "exchange.py").write_text(EXCHANGE)
     (place / "execute.py").write_text(EXECUTE)
@@ -123,9 +133,19 @@ def test_every_command_of_a_page_works_in_the_order_it_stands(name, home, record
         (place / file).symlink_to(ROOT / file)
     typed = BEGINNING + ("" if "postroom up" in commands else UP) + commands
     shell = ["bash", "-euo", "pipefail", "-c", typed]
-    ran = subprocess.run(shell, cwd=place, env=home, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    environment = home | {"POSTROOM_CONSOLE_LISTEN_PORT": console}
+    if name != FIRST:  # which is read as on any machine
+        environment |= compiled_spark(Path(home["HOME"]))
+    ran = subprocess.run(shell, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{name}: {ran.stdout}\n{ran.stderr}"
     laps = [line.split(" ", 1) for line in (Path(home["HOME"]) / "laps").read_text().splitlines()]
     longest = sorted(((int(took) / 1e6, what) for took, what in laps), reverse=True)[:3]
     parts = ", ".join(f"{seconds:.1f} s {what}" for seconds, what in longest)
     record_property("measured", f"{name}: {sum(int(took) for took, _ in laps) / 1e6:.0f} s; of these {parts}")
+
+
+def compiled_spark(directory):
+    """Return the variables with which the workers of every session import a PySpark that is compiled."""
+    found = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(directory / ".cache")}
+    spare_workers_the_zip(found)
+    return {name: found[name] for name in ("PYSPARK_PYTHON", "SPARK_HOME")}
