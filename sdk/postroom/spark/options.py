@@ -13,17 +13,29 @@ from uuid import UUID
 
 import msgspec
 from pyspark.sql.types import (
+    ArrayType,
     BinaryType,
+    BooleanType,
+    ByteType,
     DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
     MapType,
+    NullType,
+    ShortType,
     StringType,
     StructType,
+    TimestampNTZType,
+    TimestampType,
 )
 
 from postroom._wire.message import Priority, parse_destination
 from postroom.errors import InvalidMessage
 from postroom.spark.database import chosen_url
-from postroom.spark.rows import check_id_type, check_type
 
 Wait = Literal["queued", "accepted"]
 
@@ -44,6 +56,21 @@ _EXPECTED: Final = {  # of the options that are more than text
     "batch_size": f"a number of rows from 1 to {MAX_BATCH_SIZE}",
     "wait": "`queued` or `accepted`",
 }
+
+
+_EXACT: Final = (
+    StringType,
+    ByteType,
+    ShortType,
+    IntegerType,
+    LongType,
+    BooleanType,
+    DateType,
+    TimestampType,
+    TimestampNTZType,
+    DecimalType,
+)
+_PLAIN: Final = (*_EXACT, FloatType, DoubleType, BinaryType, NullType)
 
 
 class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -202,6 +229,37 @@ def _column(plan: WritePlan, option: str, name: str) -> DataType:
         hint = ", nor is it now, next or low" if option == "priority" else ""
         _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame has: {there}")
     return plan.schema[name].dataType
+
+
+def check_type(name: str, kind: DataType) -> None:
+    """Raise `InvalidMessage` where the column `name` holds, at any depth, what has no place in JSON."""
+    match kind:
+        case ArrayType():
+            check_type(name, kind.elementType)
+        case StructType():
+            for field in kind:
+                check_type(f"{name}.{field.name}", field.dataType)
+        case MapType():
+            check_type(name, kind.valueType)
+            if not isinstance(kind.keyType, _EXACT):
+                raise _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
+        case _ if not isinstance(kind, _PLAIN):
+            raise _unsupported(name, f"the type {kind.simpleString()}")
+
+
+def check_id_type(name: str, kind: DataType) -> None:
+    """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
+    if not isinstance(kind, _EXACT):
+        detail = (
+            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
+            "whole numbers, decimals, booleans, dates and times, which are the same text each time"
+        )
+        raise InvalidMessage.of("invalid_option", detail, field="id")
+
+
+def _unsupported(name: str, what: str) -> InvalidMessage:
+    detail = f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
+    return InvalidMessage.of("invalid_option", detail, field=name)
 
 
 def _refuse(option: str | None, detail: str) -> NoReturn:

@@ -26,32 +26,23 @@ from pyspark import TaskContext
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
-    BooleanType,
-    ByteType,
     DataType,
-    DateType,
     DecimalType,
     DoubleType,
     FloatType,
-    IntegerType,
-    LongType,
     MapType,
-    NullType,
-    ShortType,
     StringType,
     StructType,
-    TimestampNTZType,
     TimestampType,
 )
 
 from postroom._wire.ids import MAX_ID_LENGTH
 from postroom._wire.message import SendRequest
 from postroom.errors import InvalidMessage
+from postroom.spark.options import WritePlan
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from postroom.spark.options import WritePlan
 
 _TAG_DIGITS: Final = 16  # of the namespace's hash
 _READABLE: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_ID_LENGTH - _TAG_DIGITS - 1}}}")
@@ -61,19 +52,6 @@ _COLUMNS_SHOWN: Final = 5  # of a row that has no key
 
 Convert = Callable[[Any], Any]
 
-_EXACT: Final = (
-    StringType,
-    ByteType,
-    ShortType,
-    IntegerType,
-    LongType,
-    BooleanType,
-    DateType,
-    TimestampType,
-    TimestampNTZType,
-    DecimalType,
-)
-_PLAIN: Final = (*_EXACT, FloatType, DoubleType, BinaryType, NullType)
 _NOT_FINITE: Final = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 _encode = msgspec.json.Encoder().encode
@@ -255,32 +233,6 @@ def _unusable(detail: str) -> InvalidMessage:
     return InvalidMessage.of("invalid_row", detail)
 
 
-def check_type(name: str, kind: DataType) -> None:
-    """Raise `InvalidMessage` where the column `name` holds, at any depth, what has no place in JSON."""
-    match kind:
-        case ArrayType():
-            check_type(name, kind.elementType)
-        case StructType():
-            for field in kind:
-                check_type(f"{name}.{field.name}", field.dataType)
-        case MapType():
-            check_type(name, kind.valueType)
-            if not isinstance(kind.keyType, _EXACT):
-                raise _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
-        case _ if not isinstance(kind, _PLAIN):
-            raise _unsupported(name, f"the type {kind.simpleString()}")
-
-
-def check_id_type(name: str, kind: DataType) -> None:
-    """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
-    if not isinstance(kind, _EXACT):
-        detail = (
-            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
-            "whole numbers, decimals, booleans, dates and times, which are the same text each time"
-        )
-        raise InvalidMessage.of("invalid_option", detail, field="id")
-
-
 def converter(kind: DataType) -> Convert | None:
     """Return what turns a value as Arrow gives it into one that the JSON encoder writes by the rules; None: nothing."""
     match kind:
@@ -340,8 +292,3 @@ def _map(convert: Convert | None) -> Convert:
     if convert is None:
         return lambda pairs: {id_text(key): value for key, value in pairs}
     return lambda pairs: {id_text(key): convert(value) for key, value in pairs}
-
-
-def _unsupported(name: str, what: str) -> InvalidMessage:
-    detail = f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
-    return InvalidMessage.of("invalid_option", detail, field=name)
