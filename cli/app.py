@@ -20,8 +20,6 @@ from typing import Annotated, Any, Final, NamedTuple, cast
 import typer
 from typer.core import TyperGroup
 
-from cli.main import INTERRUPTED
-
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 69 unavailable, 74 input or output failed, "
     "75 try again, 77 not permitted, 78 config, 130 interrupted, 141 the reader of the output closed it."
@@ -152,12 +150,9 @@ def words_joined() -> Iterator[None]:
 
 
 def call(arguments: list[str]) -> int:
-    """Run one command and return the exit code that it chose; raises whatever else ended it."""
+    """Run one command and return the exit code that it chose (130 for Ctrl-C); raises whatever else ended it."""
     if "_POSTROOM_COMPLETE" in os.environ:
         with words_joined():
             typer.main.get_command(app).main(arguments, "postroom")
     code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
-    if code == INTERRUPTED:  # Typer has turned Ctrl-C into a code
-        raise KeyboardInterrupt
-    sys.stdout.flush()
     return code if isinstance(code, int) else 0

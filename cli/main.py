@@ -56,7 +56,11 @@ def call(arguments: list[str]) -> int:
             return 0
     from cli.app import call as call_verb  # noqa: PLC0415 - Typer takes longer to import than such a send takes
 
-    return call_verb(arguments)
+    code = call_verb(arguments)
+    if code == INTERRUPTED:  # Typer has turned Ctrl-C into a code
+        raise KeyboardInterrupt
+    sys.stdout.flush()
+    return code
 
 
 class Ending(NamedTuple):

@@ -11,14 +11,13 @@ from typing import Any, Final, NamedTuple, Self
 
 from aiohttp import web
 
-import cli
 from cli.stack import Stack
 from cli.stack.layout import MESH
 from cli.stack.programs import PageProgram
 from embedded import EmbeddedServer
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
-EXAMPLES: Final = Path(cli.__file__).parents[1] / "examples"
+EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 CONSUMER: Final = "demo_handler"
 
 
