@@ -87,9 +87,17 @@ class Zygote:
             command = tethered([sys.executable, "-P", __file__, str(theirs.fileno())])
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Forked:
+    def start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        *,
+        directory: Path | None = None,
+    ) -> Forked:
         """Run what `python WORDS` would: a module (`-m`), a text (`-c`) or a file; all it says goes to `output`."""
-        request = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
+        place = str(directory or Path.cwd())
+        request = {"words": list(words), "environment": dict(environment), "directory": place}
         return Forked(self, self.ask(request, output.fileno()))
 
     def ask(self, request: Mapping[str, Any], *descriptors: int) -> int:

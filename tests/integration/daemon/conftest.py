@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.zygote import Forked, Zygote
 
 SECONDS = 30.0  # how long a slow machine may need
 ACTIVATE = """
@@ -42,7 +43,8 @@ class UnixConnection(http.client.HTTPConnection):
 class DaemonProcess:
     """One daemon: `config` may be changed before `start`; `environ` is added to the environment."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, zygote: Zygote) -> None:
+        self._zygote = zygote
         self.directory = directory
         self.socket = directory / "demo.sock"
         self.state = directory / "state"
@@ -51,7 +53,7 @@ class DaemonProcess:
         self.lines: dict[str, list[str]] = {"": [], "socket": [], "tcp": [], "relay": [], "outbox": []}
         self.environ: dict[str, str] = {}
         self.inherit: list[socket.socket] = []
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         token = directory / "token"
         token.write_text("a-token-of-the-broker")
         token.chmod(0o600)
@@ -63,8 +65,8 @@ class DaemonProcess:
         tables = [f"[{name}]\n" * bool(name) + "\n".join(lines) for name, lines in self.lines.items()]
         self.file.write_text("\n".join(tables))
 
-    def start(self, *, umask: int = 0o022) -> DaemonProcess:
-        """Start the process, without waiting for it."""
+    def start(self, *, umask: int | None = None) -> DaemonProcess:
+        """Start the process, without waiting for it; one that inherits something is not forked."""
         self.write()
         environ = {**os.environ, **self.environ}
         fds = [sock.fileno() for sock in self.inherit]
@@ -72,8 +74,12 @@ class DaemonProcess:
         if fds:
             command = [sys.executable, "-c", ACTIVATE, str(fds[0]), *command]
         with self.log.open("ab") as log:
+            if umask is None and not fds:
+                self.process = self._zygote.start(command[1:], environ, log, directory=self.directory)
+                return self
+            mask = 0o022 if umask is None else umask
             self.process = subprocess.Popen(
-                command, env=environ, stderr=log, stdout=log, umask=umask, pass_fds=fds, cwd=self.directory
+                command, env=environ, stderr=log, stdout=log, umask=mask, pass_fds=fds, cwd=self.directory
             )
         return self
 
@@ -119,8 +125,8 @@ class DaemonProcess:
 
 
 @pytest.fixture
-def daemon(short_directory: Path) -> Iterator[DaemonProcess]:
-    process = DaemonProcess(short_directory)
+def daemon(short_directory: Path, zygote: Zygote) -> Iterator[DaemonProcess]:
+    process = DaemonProcess(short_directory, zygote)
     yield process
     if process.process is not None and process.process.poll() is None:
         process.process.kill()
@@ -128,9 +134,9 @@ def daemon(short_directory: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def second(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
+def second(daemon: DaemonProcess, zygote: Zygote) -> Iterator[DaemonProcess]:
     """A second daemon in the same directory, with the same config."""
-    process = DaemonProcess(daemon.directory)
+    process = DaemonProcess(daemon.directory, zygote)
     yield process
     if process.process is not None and process.process.poll() is None:
         process.process.kill()
