@@ -17,6 +17,7 @@ with other batches: no member can fill the broker's time with what comes to noth
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from broker.incoming import Checked, Item, Malformed, check, read_item, split
 from broker.limiter import Limiter, LimiterClosed
 from broker.metrics import Metrics
 from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Unwanted, Wanted, Written
+from postroom._wire import spans
 from postroom._wire.accept import AcceptAnswer, AcceptResponse
 from postroom._wire.fingerprint import prefix
 from postroom._wire.ids import new_id
@@ -64,6 +66,7 @@ class Accepting:
         Raises `PostroomError` where the request fails as a whole: 400 and 413 for a batch that can't be read, 401 for a
         token revoked meanwhile, 503 where nothing is known about any of its messages.
         """
+        began = time.time_ns()
         with self._metrics.accept_seconds.time(), self._noted(sender):
             batch = _Batch(self._metrics)
             await self.slices.each(sender.whose, split(body, self._config.max_batch), batch.read)
@@ -75,6 +78,8 @@ class Accepting:
             batch.give_up()
             for (phase, status), answers in batch.answered.items():
                 self._metrics.messages.labels(phase, status).inc(answers)
+            if spans.wanted():
+                batch.record(began)
             return _encode(AcceptResponse(answers=batch.in_order()))
 
     async def until_ended(self, sender: Member) -> None:
@@ -271,6 +276,25 @@ class _Batch:
     def in_order(self) -> list[AcceptAnswer]:
         """Return the answers in the order of the request."""
         return [answer for answer in self.answers if answer is not None]
+
+    def record(self, began: int) -> None:
+        """Record a span for each message that was looked at, from `began` (ns since the epoch) until now.
+
+        Nothing is known of the others but their ids: they were recognised, denied or malformed before.
+        """
+        for position, checked in self._checked.items():
+            answer = self.answers[position]
+            if answer is not None:
+                problem, given = answer.problem, answer.broker_message_id
+                spans.record(
+                    spans.ACCEPT,
+                    f"{checked.destination_kind}:{checked.destination_ref}",
+                    answer.client_message_id,
+                    checked.traceparent,
+                    began=began,
+                    error=None if problem is None else (problem.code, problem.detail),
+                    attributes={} if given is None else {"postroom.broker_message_id": given},
+                )
 
     def _take_waiting(self, ids: frozenset[str] | set[str]) -> list[Item]:
         if not ids:

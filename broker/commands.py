@@ -13,14 +13,15 @@ from broker.database import QUERIES, check_version, migrate
 from broker.main import run
 from broker.operator import keep_log
 from postroom._wire.words import counted
-from postroom.chassis import logs, postgres, runtime
+from postroom.chassis import logs, postgres, runtime, tracing
 from postroom.chassis.exits import Exit, Fatal
 from postroom.worker.orphans import Violation, check
 
 
 async def run_broker(config: BrokerConfig) -> Exit:
     """Serve until a signal says stop."""
-    await run(config)
+    with tracing.exporting("postroom-broker"):
+        await run(config)
     return Exit.OK
 
 

@@ -4,6 +4,7 @@ And the search for the one message that makes every post with it fail.
 """
 
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
 from typing import Final, NamedTuple
@@ -25,6 +26,7 @@ from broker_client.link import BrokerLink
 from broker_client.pace import Availability
 from broker_client.settings import RelaySettings
 from outbox import ClaimedRow, Outbox, Post, Settlement, Verdict
+from postroom._wire import spans
 from postroom._wire.accept import AcceptAnswer
 from postroom._wire.retry import clamp_retry_after
 from postroom.chassis.logs import clean
@@ -135,7 +137,7 @@ class Posting:
 
     async def relay(self, batch: Sequence[ClaimedRow]) -> None:
         """Post `batch` and settle it; posting twice is harmless, since the broker keeps a dedupe row of what it has."""
-        pauses, started = self._availability.pauses, self._clock()
+        pauses, started, began = self._availability.pauses, self._clock(), time.time_ns()
         self.under_way += 1
         try:
             answers = await self._link.accept(batch)
@@ -149,6 +151,8 @@ class Posting:
             self._ended()
         took = self._clock() - started
         self.counters.batch(result, outcomes, took / 1000)
+        if spans.wanted():
+            _record(batch, settlements, began)
         await self.settle(settlements, Post(started, took, self._link.address))
 
     async def settle(self, settlements: Sequence[Settlement], post: Post | None = None) -> None:
@@ -209,6 +213,20 @@ class Posting:
             wait += wait // SUSPECTS_LATER
         settlements = [returned(row, reason, wait_ms=wait, answered=answered) for row in batch]
         return [Outcome.RETURNED] * len(batch), settlements
+
+
+def _record(batch: Sequence[ClaimedRow], settlements: Sequence[Settlement], began: int) -> None:
+    """Record a span for each message of a post, from its beginning until the answer."""
+    for row, settlement in zip(batch, settlements, strict=True):
+        code, _, detail = (settlement.last_error or settlement.verdict).partition(": ")
+        spans.record(
+            spans.RELAY,
+            row.destination,
+            row.client_message_id,
+            spans.carried_by(row.payload).traceparent,
+            began=began,
+            error=None if settlement.verdict is Verdict.DONE else (code, detail),
+        )
 
 
 def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:

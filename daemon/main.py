@@ -16,7 +16,7 @@ import structlog
 
 from daemon.config import DaemonConfig, load_config
 from daemon.postroomd import Postroomd
-from postroom.chassis import logs, runtime
+from postroom.chassis import logs, runtime, tracing
 from postroom.chassis.exits import Exit, Fatal
 
 UMASK: Final = 0o077
@@ -42,7 +42,8 @@ def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
     os.umask(UMASK)
     logs.configure(config.log_level)
     try:
-        runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
+        with tracing.exporting("postroom-daemon"):
+            runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
     except Fatal as fatal:
         return _end(fatal)
     return Exit.OK

@@ -6,6 +6,7 @@ this file, and in no other. So each daemon of a member has a consumer of its own
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -18,6 +19,7 @@ from nats.aio.client import Client
 
 from broker_client import BrokerClientSettings
 from inbox import Broken, Inbox, InboxSettings, unavailable
+from postroom._wire import spans
 from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
 from postroom._wire.ids import now_ms
@@ -249,7 +251,7 @@ class Filing:
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
         """File the messages of `batch` and settle them; what makes no sense is buried."""
-        messages = {}
+        messages, began = {}, time.time_ns()
         for delivery in batch:
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 message = _decode(delivery.data)
@@ -267,6 +269,9 @@ class Filing:
                 sentence = f"the message {delivery.message_id} is not a message of the mesh {self._mesh}"
                 await settle(delivery, Dead("malformed", sentence))
             elif filed:
+                if spans.wanted():
+                    trace = messages[delivery.sequence].traceparent
+                    spans.record(spans.FILE, delivery.subject, delivery.message_id, trace, began=began)
                 await settle(delivery, DONE)
 
     async def _file(self, messages: Sequence[HistoryMessage]) -> bool:

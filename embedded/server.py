@@ -121,7 +121,7 @@ class EmbeddedServer(ABC):
             self._child = spawn(
                 self._command(),
                 output=log,
-                environment={"LANG": "C", "TZ": "UTC", "PATH": os.defpath},
+                environment=self._environment(),
                 on_death=self.on_death,
                 account=self._account(),
                 directory=self.directory,
@@ -142,6 +142,10 @@ class EmbeddedServer(ABC):
     def _account(self) -> Account | None:
         """Return whom the server runs as; None: the user that starts it."""
         return None
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of the server."""
+        return {"LANG": "C", "TZ": "UTC", "PATH": os.defpath}
 
     @abstractmethod
     def _prepare(self) -> None:

@@ -16,6 +16,7 @@ from outbox.reading import Reader, seq_of
 from outbox.relaying import WalkedPast, report
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
+from postroom._wire import spans
 from postroom._wire.message import PreparedSend, Priority
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowStatus
@@ -151,13 +152,24 @@ class Act(NamedTuple):
                 "not_before": not_before,
                 "payload": patch.payload,
             }
-        query = "succeed_patched" if patch else "succeed"
-        transaction.execute(_QUERIES[query], values)
-        transaction.execute(_QUERIES[f"{query}_payload"], values)
+        transaction.execute(_QUERIES["succeed_patched" if patch else "succeed"], values)
+        if patch is None and spans.wanted():
+            payload = transaction.value(_QUERIES["payload_of"], (row.seq,))
+            values["payload"] = _in_a_trace_of_its_own(payload, client_message_id)
+        transaction.execute(_QUERIES["succeed_patched_payload" if "payload" in values else "succeed_payload"], values)
         transaction.next_seq = None
         size = len(patch.payload) if patch else row.payload_bytes
         transaction.added(1, size, room_of(size))
         return successor, f"superseded by {successor} ({client_message_id})" + (", patched" if patch else "")
+
+
+def _in_a_trace_of_its_own(payload: bytes, client_message_id: str) -> bytes:
+    """Return the payload of a successor: the same, but for a `traceparent`, which becomes that of the requeue."""
+    to, before = msgspec.structs.astuple(spans.carried_by(payload))
+    if before is None:
+        return payload
+    head, _, tail = payload.rpartition(before.encode())  # behind whatever may look the same in `meta`
+    return head + spans.requeued(to, client_message_id, before).encode() + tail
 
 
 class Control(NamedTuple):

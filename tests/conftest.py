@@ -5,6 +5,7 @@
     redis_url                                       the Redis of the session, emptied for this test
     nats_url                                        the NATS of the session
     zygote                                          what starts programs of ours at once, by forking
+    recorded                                        the spans of this process, for this test
     short_directory                                 an empty directory with a path short enough for any Unix socket
 
 A test that stops or kills a server starts one of its own: `EmbeddedRedis(short_directory / "redis")`. The kernel ends
@@ -35,6 +36,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
+from postroom._wire import spans
 
 _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
@@ -153,6 +155,23 @@ def nats_url(nats_server: EmbeddedNats) -> str:
 @pytest.fixture(scope="session")
 def zygote() -> Zygote:
     return shared()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Keep the spans of this process while the test runs; the process has a provider for no longer."""
+    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 - the other tests run without
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: PLC0415 - the same
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: PLC0415 - the same
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("postroom")
+    monkeypatch.setattr(spans, "_tracer", lambda: tracer)
+    monkeypatch.setattr(spans, "wanted", lambda: True)
+    yield exporter
+    provider.shutdown()
 
 
 async def _execute(url: str, statement: str) -> None:

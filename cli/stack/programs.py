@@ -60,6 +60,10 @@ class Program(EmbeddedServer):
     def _prepare(self) -> None:
         replace_private(self.config_file, f"{toml(self._settings())}\n")
 
+    def _environment(self) -> dict[str, str]:
+        """Return what every server has, and what OpenTelemetry is told."""
+        return super()._environment() | {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
+
     def _command(self) -> list[str]:
         return module_command(self.module, *self.arguments, "--config", self.config_file)
 

@@ -59,6 +59,10 @@ FROM outbox WHERE seq = :seq;
 INSERT INTO outbox_payload (seq, payload)
 SELECT last_insert_rowid(), payload FROM outbox_payload WHERE seq = :seq;
 
+-- name: payload_of
+-- The payload of a row that was not pruned.
+SELECT payload FROM outbox_payload WHERE seq = ?1;
+
 -- name: succeed_patched
 -- Write the successor of a row that an operator patched; its payload follows.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
@@ -68,7 +72,7 @@ SELECT :number, :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :
 FROM outbox WHERE seq = :seq;
 
 -- name: succeed_patched_payload
--- Write the patched payload for the successor just written.
+-- Write the payload, patched or in a trace of its own, for the successor just written.
 INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), :payload);
 
 -- name: reported

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
+from postroom._wire import spans
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
 from postroom._wire.cloudevents import read_event
@@ -114,14 +115,16 @@ class AsyncClient(Calls):
             not_before=not_before,
         )
         data = encode(request)
-        headers = {} if traceparent is None else {"traceparent": check_traceparent(traceparent)}
+        given = None if traceparent is None else check_traceparent(traceparent)
         try:
-            return await retrying(
-                lambda: self._transport.call(
-                    "POST", "/v1/send", SendResult, body=data, headers=headers, repeatable=True
-                ),
-                self._patience(),
-            )
+            with spans.sending(to, request.client_message_id, given) as span:
+                headers = {} if span.traceparent is None else {"traceparent": span.traceparent}
+                return await retrying(
+                    lambda: self._transport.call(
+                        "POST", "/v1/send", SendResult, body=data, headers=headers, repeatable=True
+                    ),
+                    self._patience(),
+                )
         except PostroomError as error:
             error.client_message_id = request.client_message_id
             raise
@@ -133,19 +136,21 @@ class AsyncClient(Calls):
         an event that is sent twice is one message. Raises what `send` raises.
         """
         event = read_event(headers, body)
-        return await retrying(
-            lambda: self._transport.call(
-                "POST",
-                "/v1/cloudevents",
-                SendResult,
-                body=event.data,
-                media=event.media,
-                query={"to": to},
-                headers=event.headers(),
-                repeatable=True,
-            ),
-            self._patience(),
-        )
+        with spans.sending(to, None, None) as span:
+            carried = {} if span.traceparent is None else {"traceparent": span.traceparent}
+            return await retrying(
+                lambda: self._transport.call(
+                    "POST",
+                    "/v1/cloudevents",
+                    SendResult,
+                    body=event.data,
+                    media=event.media,
+                    query={"to": to},
+                    headers=event.headers() | carried,
+                    repeatable=True,
+                ),
+                self._patience(),
+            )
 
     async def send_many(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest], *, traceparent: str | None = None
@@ -169,12 +174,16 @@ class AsyncClient(Calls):
         """Do as `send_many` does, but yield the results that arrived together as one list."""
         from postroom._wire.batch import Batch, feed  # noqa: PLC0415 - nor does it, unless it streams
 
-        headers = {} if traceparent is None else {"traceparent": check_traceparent(traceparent)}
-        async with aclosing(feed(messages)) as source:
-            batch = Batch(self._transport, source, self._patience(), headers)
-            async with aclosing(batch.results()) as chunks:
-                async for results in chunks:
-                    yield results
+        given, count = None if traceparent is None else check_traceparent(traceparent), 0
+        with spans.sending(None, None, given) as span:
+            headers = {} if span.traceparent is None else {"traceparent": span.traceparent}
+            async with aclosing(feed(messages)) as source:
+                batch = Batch(self._transport, source, self._patience(), headers)
+                async with aclosing(batch.results()) as chunks:
+                    async for results in chunks:
+                        count += len(results)
+                        span.set("messaging.batch.message_count", count)
+                        yield results
 
     async def get(self, client_message_id: str) -> OutboxRow:
         """Return the state of a send; raises `NotFound`."""

@@ -22,7 +22,10 @@ NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an ex
 PORT = "8000"  # of the examples' handlers; another one may be free
 CONSOLE_PORT = "7480"  # the same
 FIRST = "README.md"
-ALONE = (FIRST, *(f"docs/{name}.md" for name in ("tutorial", "operations", "backup", "delivery", "pipelines")))
+ALONE = (
+    FIRST,
+    *(f"docs/{name}.md" for name in ("tutorial", "operations", "backup", "delivery", "pipelines", "tracing")),
+)
 TOGETHER = ("sdk/README.md", *(f"docs/{name}.md" for name in ("applications", "jobs", "console", "testing", "spark")))
 ROOMS = [*((page,) for page in ALONE), TOGETHER]  # pages that are read in one mail room, one after the other
 EXCHANGE = """

@@ -318,7 +318,10 @@ def environment(directory: Path, *packages: str | Path, python: str = sys.execut
 @pytest.mark.timeout(1800)
 def test_the_lowest_versions_that_the_server_allows_pass_its_tests(tmp_path: Path) -> None:
     pins = lowest(
-        [*requirements(REPOSITORY, "embedded", "pipeline"), *requirements(REPOSITORY / "sdk", "postgres", "spark")]
+        [
+            *requirements(REPOSITORY, "embedded", "otel", "pipeline"),
+            *requirements(REPOSITORY / "sdk", "otel", "postgres", "spark"),
+        ]
     )
     developers = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     programs = environment(tmp_path / "lowest", *pins, *developers)

@@ -26,12 +26,13 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
+from postroom._wire import spans
 from postroom._wire.programs import LATENCIES
 from postroom._wire.retry import Backoff, tell
 from postroom.chassis.routes import Histogram
 from postroom.claims import DONE, Dead, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
-from postroom.delivery.dead_letters.letter import REPLAYED_FOR
+from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of
 from postroom.delivery.pull import Pull
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
@@ -49,6 +50,7 @@ __all__ = [
     "Limits",
     "Outcome",
     "Settle",
+    "processing",
 ]
 
 _log = structlog.get_logger(__name__)
@@ -92,6 +94,18 @@ class Handler(Protocol):
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
         """Settle each delivery of `batch`, in any order; what raises or stays unsettled comes again."""
+
+
+def processing(delivery: Delivery, consumer: str, attempt: int) -> spans.Span:
+    """Begin the span of an attempt to handle a message; that of a replay has a link to the trace of the first."""
+    return spans.processing(
+        spans.PROCESS,
+        delivery.subject,
+        delivery.message_id,
+        delivery.headers.get("traceparent"),
+        again=REPLAY_OF in delivery.headers,
+        attributes={"messaging.consumer.group.name": consumer, "postroom.attempt": attempt},
+    )
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ import asyncpg
 import msgspec
 import structlog
 
+from postroom._wire import spans
 from postroom._wire.retry import tell
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
@@ -267,6 +268,7 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
     """
     try:
         async with AsyncExitStack() as stack:
+            stack.enter_context(_span(running.flow.name, entry, completion=completion))
             yield StepTransaction(running.pool, stack)
     except Fault:
         raise
@@ -279,6 +281,18 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
         except (asyncpg.PostgresError, *UNREACHABLE) as away:
             _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself
         raise failed from error
+
+
+def _span(flow: str, entry: Leg1 | Leg2, *, completion: bool) -> spans.Span:
+    """Begin the span of a step, in which its handler runs."""
+    step = spans.COMPLETION if completion else spans.LEG_1 if isinstance(entry, Leg1) else spans.LEG_2
+    return spans.processing(
+        step,
+        flow if completion else f"{entry.name} of {flow}",
+        None if isinstance(entry, Leg1) else entry.guid,
+        entry.traceparent,
+        attributes={"postroom.job": str(entry.job), "postroom.activity": str(entry.activity)},
+    )
 
 
 async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:

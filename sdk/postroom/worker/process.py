@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from postroom._wire.programs import ProgramPart, Report, Status
-from postroom.chassis import logs, runtime
+from postroom.chassis import logs, runtime, tracing
 from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool
 from postroom.chassis.routes import exposition, json_response
@@ -86,7 +86,8 @@ def run(config: WorkerConfig) -> None:
     taken, 75 where a stream is missing.
     """
     logs.configure(config.log_level)
-    runtime.run(_run(config))
+    with tracing.exporting("postroom-worker"):
+        runtime.run(_run(config))
 
 
 async def _run(config: WorkerConfig) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, get_current_span
 from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from support.jetstream import Context
+from support.traces import attributes, links_of, parent_of
 from support.waiting import until_so
 
 from postroom.agent import Agent, Command, Emit, Envelope
@@ -95,6 +98,44 @@ async def test_an_emitted_message_carries_correlation_causation_and_a_span_of_it
     assert message.headers["traceparent"] == f"00-{'a' * 32}-{first.span_id}-01"
     assert message.headers["X-Causation-Id"] == "order-1"
     assert message.data == b'{"order":"order-1","part":1}'
+
+
+async def test_a_message_with_a_trace_is_handled_in_a_span_that_the_authors_own_are_children_of(
+    context: Context, tmp_path: Path, recorded: InMemorySpanExporter
+):
+    current: list[SpanContext] = []
+
+    class Looking(Counting):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            current.append(get_current_span().get_span_context())
+            return await super().receive(envelope)
+
+    await place_orders(context, ["order-1"], traceparent=TRACE)
+    await context.publish(["order-2"], b'{"poison":true}')
+    await place_orders(context, ["order-3"], traceparent=TRACE, **{"Postroom-Replay-Of": "order-0"})
+    async with running_agent(context, tmp_path, Looking, max_deliver=1):
+        await settled(context)
+
+    spans = [span for span in recorded.get_finished_spans() if span.name.startswith("process")]
+    assert [(parent_of(span), links_of(span)) for span in spans] == [(TRACE, []), (None, [TRACE])]
+    assert [span.get_span_context() for span in spans] == [current[0], current[2]]
+    assert not current[1].is_valid
+    emitted = [span for span in recorded.get_finished_spans() if span.name.startswith("publish")]
+    assert {span.parent.trace_id for span in emitted[:2]} == {int("a" * 32, 16)}
+
+
+async def test_what_receive_raises_is_the_spans_error(context: Context, tmp_path: Path, recorded: InMemorySpanExporter):
+    await context.js.publish(
+        f"{context.name}.event.order_placed.v1",
+        b'{"poison":true}',
+        headers={"Nats-Msg-Id": "m-1", "traceparent": TRACE},
+    )
+    async with running_agent(context, tmp_path, max_deliver=2):
+        await settled(context)
+    spans = [span for span in recorded.get_finished_spans() if span.name.startswith("process")]
+    assert [attributes(span)["postroom.attempt"] for span in spans] == [1, 2]
+    assert {attributes(span)["error.type"] for span in spans} == {"ValueError"}
+    assert spans[0].status.description == "the order is poisonous"
 
 
 async def test_a_message_without_a_time_gets_the_logical_clocks(context: Context, tmp_path: Path):

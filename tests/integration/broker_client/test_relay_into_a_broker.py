@@ -12,7 +12,10 @@ from pathlib import Path
 import asyncpg
 import pytest
 from aiohttp import ClientSession, web
-from support.waiting import until_so
+from opentelemetry.trace import StatusCode
+from support.relaying import busy
+from support.traces import TRACE, attributes, parent_of
+from support.waiting import until, until_so
 
 from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
@@ -20,6 +23,7 @@ from broker.database import migrate
 from broker.main import open_services
 from outbox.model import Caller, RowFilter
 from postroom import BrokerClient, NotFound
+from postroom._wire.message import prepare
 from postroom.errors import Conflict
 
 ACCEPTED = "SELECT client_message_id FROM mesh.client_message_dedupe ORDER BY 1"
@@ -118,6 +122,50 @@ async def test_a_backlog_reaches_postgres_once_and_what_the_broker_refuses_is_de
     await assert_each_is_accepted_once(postgres, ids)
     assert here.relay.features.member == "alice"
     assert here.relay.max_age_hours == 648
+
+
+async def test_a_message_with_a_trace_has_a_span_for_each_post_and_each_accept(real_broker, station, recorded):
+    broker = await real_broker()
+    here = await station(broker.url, speed=1)
+    for name, to, traceparent in (
+        ("a", "topic:orders", TRACE),
+        ("b", "topic:absent", TRACE),
+        ("c", "topic:orders", None),
+    ):
+        message = prepare(b'{"to":"%b"}' % to.encode(), idempotency_key=name, traceparent=traceparent)
+        await here.outbox.accept([message], Caller(0, 0))
+    here.run()
+    (row,), _, _ = [await here.settled(name) for name in "abc"]
+
+    spans = recorded.get_finished_spans()
+    assert sorted(span.name for span in spans) == [
+        f"{step} topic:{topic}" for step in ("accept", "relay") for topic in ("absent", "orders")
+    ]
+    assert {parent_of(span) for span in spans} == {TRACE}
+    for span in spans:
+        failed = span.name.endswith("absent")
+        assert (span.status.status_code is StatusCode.ERROR) == failed
+        said = attributes(span)
+        assert said["messaging.message.id"] == ("b" if failed else "a")
+        assert said.get("error.type") == ("topic_not_found" if failed else None)
+        if span.name == "accept topic:orders":
+            assert said["postroom.broker_message_id"] == row.broker_message_id
+        assert span.start_time < span.end_time
+
+
+async def test_a_post_that_fails_is_a_failed_span_of_each_message(scripted_broker, station, recorded):
+    usual, scripted_broker.judge = scripted_broker.judge, lambda _items: busy()
+    here = await station(scripted_broker.url)
+    await here.outbox.accept([prepare(b'{"to":"topic:orders"}', traceparent=TRACE)], Caller(0, 0))
+    here.run()
+    await until(lambda: len(recorded.get_finished_spans()) > 1)
+    scripted_broker.judge = usual
+    await until(lambda: recorded.get_finished_spans()[-1].status.status_code is StatusCode.UNSET)
+
+    first, *_ = spans = recorded.get_finished_spans()
+    assert {(span.name, parent_of(span)) for span in spans} == {("relay topic:orders", TRACE)}
+    assert attributes(first)["error.type"] == "broker_overloaded"
+    assert first.status.description.endswith("answered 503 overloaded: later")
 
 
 async def test_a_crash_after_the_brokers_commit_makes_no_second_message(

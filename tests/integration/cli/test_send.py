@@ -73,7 +73,7 @@ def test_a_plain_send_imports_nothing_that_takes_long(terminal: Terminal, daemon
         check=True,
     )
     assert done.stdout.endswith(" queued\n")
-    assert not {"aiohttp", "asyncio", "pydantic", "rich", "typer"} & set(done.stderr.split())
+    assert not {"aiohttp", "asyncio", "opentelemetry", "pydantic", "rich", "typer"} & set(done.stderr.split())
 
 
 def test_the_same_id_again_is_a_duplicate_and_other_content_a_conflict(terminal: Terminal) -> None:

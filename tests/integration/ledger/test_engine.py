@@ -9,7 +9,9 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.ledgers import LEASE, Jobs
+from support.traces import TRACE, attributes, parent_of
 
 from postroom.flow import Context, Flow, Job
 from postroom.ledger.engine import Engine, TryLater
@@ -19,6 +21,9 @@ from postroom.retry_policy import RetryPolicy
 
 COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"
 OVERDUE = "UPDATE ledger.request SET due_at = now() - interval '1 year' WHERE id = $1"  # longer than another test's
+
+
+OTHER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 class Author:
@@ -108,6 +113,29 @@ async def test_a_cycle_of_what_sends_asks_again_and_each_answer_has_its_dimensio
     assert await running.ended(start) == ("completed", None)
     asked = [ctx.request_id for ctx in running.author.told if not ctx.message]
     assert asked == [str(request) for request, _ in await running.commands(start)]
+
+
+async def test_each_step_of_a_job_with_a_trace_is_a_span(running: Running, recorded: InMemorySpanExporter) -> None:
+    start = Start(uuid4(), "sea", "nightly-export", uuid4(), "extract", "1", 0, TRACE)
+    await start_job(running.jobs.connection, start)
+    running.author.cycles, running.author.fails = 0, 1
+    with pytest.raises(TryLater):
+        await running.engine.spawned(start.root, "extract", "spawned")
+    await running.engine.spawned(start.root, "extract", "spawned")
+    ((request, _),) = await running.commands(start)
+    await running.engine.answered(start.root, "extract", "m-1", Answer("2", request, None, OTHER))
+
+    spans = recorded.get_finished_spans()
+    leg = "extract of nightly-export"
+    assert [(span.name, parent_of(span)) for span in spans] == [
+        (f"leg 1 {leg}", TRACE),
+        (f"leg 1 {leg}", TRACE),
+        (f"leg 2 {leg}", OTHER),
+        ("completion nightly-export", OTHER),
+    ]
+    assert [attributes(span).get("error.type") for span in spans] == ["OSError", None, None, None]
+    assert {attributes(span)["postroom.job"] for span in spans} == {str(start.job)}
+    assert await running.ended(start) == ("completed", None)
 
 
 async def test_only_the_first_answer_to_a_request_counts(running: Running) -> None:

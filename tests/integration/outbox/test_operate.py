@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
+from support.traces import TRACE, UNSAMPLED, attributes, links_of, traceparent_of
 
 from outbox import Accepted, Caller, Outbox, RelayControl, RowFilter, Unanswered, reading
 from postroom._wire.message import Envelope, prepare
@@ -32,6 +34,32 @@ async def test_requeue_retires_the_row_and_writes_its_successor(outbox: Outbox, 
     (claimed,) = await outbox.claim()
     assert (claimed.client_message_id, claimed.payload) == (successor.client_message_id, send().payload)
     assert claimed.fingerprint == send().fingerprint
+
+
+async def test_a_requeue_begins_a_trace_with_a_link_to_the_one_before(
+    outbox: Outbox, recorded: InMemorySpanExporter
+) -> None:
+    message = prepare(msgspec.json.encode({"to": "topic:orders", "meta": {"traceparent": TRACE}}), traceparent=TRACE)
+    await accepted(outbox, message)
+    await outbox.act("requeue", (await outbox.find_all([message.client_message_id]))[0].id, **WHY)
+    (claimed,) = await outbox.claim()
+    (span,) = recorded.get_finished_spans()
+    assert (span.name, span.parent, links_of(span)) == ("requeue topic:orders", None, [TRACE])
+    assert attributes(span)["messaging.message.id"] == claimed.client_message_id
+    before, after = (msgspec.json.decode(each.payload, type=Envelope) for each in (message, claimed))
+    assert after == msgspec.structs.replace(before, traceparent=traceparent_of(span))
+    assert (claimed.fingerprint, len(claimed.payload)) == (message.fingerprint, len(message.payload))
+
+
+@pytest.mark.parametrize("traceparent", [None, UNSAMPLED])
+async def test_a_requeue_of_what_has_no_sampled_trace_changes_nothing(
+    outbox: Outbox, recorded: InMemorySpanExporter, traceparent: str | None
+) -> None:
+    message = prepare(b'{"to":"topic:orders"}', traceparent=traceparent)
+    await accepted(outbox, message)
+    await outbox.act("requeue", (await outbox.find_all([message.client_message_id]))[0].id, **WHY)
+    (claimed,) = await outbox.claim()
+    assert (claimed.payload, recorded.get_finished_spans()) == (message.payload, ())
 
 
 async def test_the_chain_is_whole_from_wherever_it_is_inspected(outbox: Outbox) -> None:

@@ -71,6 +71,7 @@ from postroom.delivery.consumer import (
     Delivery,
     Outcome,
     Settle,
+    processing,
 )
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
@@ -378,7 +379,8 @@ class AgentRuntime:
             if scope == self._own:
                 envelope = received(delivery, scope, group.tick)
                 version = group.version(envelope.entity_id)
-                decision = await self._deciding.decide(delivery.subject, envelope, state, version)
+                with processing(delivery, self._owner.agent, begun.number):
+                    decision = await self._deciding.decide(delivery.subject, envelope, state, version)
             else:
                 _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
                 refused = unread(delivery, scope, group.tick)

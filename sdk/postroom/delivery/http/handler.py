@@ -37,7 +37,18 @@ from postroom.chassis.postgres import REFUSED
 from postroom.chassis.routes import Histogram
 from postroom.claims import Claim, Held
 from postroom.claims.leases import LeaseLost
-from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
+from postroom.delivery.consumer import (
+    ACK_TIMEOUT,
+    DONE,
+    MAX_DELIVER,
+    Attempts,
+    Dead,
+    Done,
+    Later,
+    Outcome,
+    Settle,
+    processing,
+)
 from postroom.delivery.http.client import HandlerClient, judge
 from postroom.delivery.http.inbox_messages import InboxMessages
 from postroom.delivery.http.requests import Incoming, Malformed, posted, read
@@ -217,11 +228,17 @@ class HttpHandler:
         delivery = incoming.delivery
         if claim.attempt > delivery.most_attempts(self._attempts.most):
             return Dead(MAX_DELIVER, claim.last_error or ACK_TIMEOUT, claim.attempt - 1), False
-        with self.counters.call():
-            made = posted(incoming, self._inbox.consumer, claim.attempt, claim.last_error, self._client.format)
-            answer = await self._client.call(*made)
-        self.counters.answers[answer.code or f"http_{answer.status}"] += 1
-        if not answer.reached:
-            return Later(answer.error, self.reach.missed(answer.error)), False
-        self.reach.reached()
-        return judge(answer, delivery, claim.attempt, self._attempts), True
+        with processing(delivery, self._inbox.consumer, claim.attempt) as span:
+            with self.counters.call():
+                made = posted(incoming, self._inbox.consumer, claim.attempt, claim.last_error, self._client.format)
+                answer = await self._client.call(*made)
+            code = answer.code or f"http_{answer.status}"
+            self.counters.answers[code] += 1
+            if not answer.reached:
+                span.failed(code, answer.error)
+                return Later(answer.error, self.reach.missed(answer.error)), False
+            self.reach.reached()
+            outcome = judge(answer, delivery, claim.attempt, self._attempts)
+            if not isinstance(outcome, Done):
+                span.failed(code, outcome.error)
+            return outcome, True

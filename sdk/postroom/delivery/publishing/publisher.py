@@ -22,6 +22,7 @@ One case remains: a server that refuses one message for want of space and then t
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,9 +32,11 @@ from typing import Any, Final
 import asyncpg
 import structlog
 
+from postroom._wire import spans
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.chassis.runtime import in_step
+from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publishing.link import Link, read_holes
 from postroom.delivery.publishing.source import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.settings import NatsSettings, PublisherSettings
@@ -164,6 +167,7 @@ class Publisher:
         if not link.streams.missing and any(link.streams.of(message.subject) is None for message in claim.messages):
             await link.streams.refresh(link.js)  # it may have come since: nobody is to declare what is there
         ready, refused = _split(claim.messages, link.refusal)
+        began = time.time_ns()
         placed: Placed = []
         for message, result in zip(ready, await link.publish(ready), strict=True):
             if isinstance(result, Place):
@@ -175,6 +179,17 @@ class Publisher:
             Failed(message, error, backoff.seconds(message.attempts + 1, self._rng.random))
             for message, error in refused
         ]
+        if spans.wanted():
+            for message, error in [*((message, None) for message, _ in placed), *refused]:
+                headers = message.headers
+                spans.record(
+                    spans.PUBLISH,
+                    message.subject,
+                    headers.get(MESSAGE_ID),
+                    headers.get("traceparent"),
+                    began=began,
+                    error=None if error is None else ("not_published", error),
+                )
         shared = await claim.settle(placed, await _gone(link, placed), failed)
         if shared:
             _log.warning("numbers_given_twice", source=self.source.name)

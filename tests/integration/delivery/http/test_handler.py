@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.handlers import Call, CountingHandler, serving
 from support.http_consumers import Inbox, settled
 from support.jetstream import DURABLE, QUICK, Context
+from support.traces import TRACE, attributes, links_of, parent_of
 from support.waiting import until as until_noticed
 from support.waiting import until_so
 
@@ -252,6 +254,38 @@ async def test_the_request_is_the_seeds_with_key_trace_and_attempt_and_signed(
     assert (sent["Idempotency-Key"], sent["Postroom-Attempt"]) == ("550e8400-e29b-41d4-a716-446655440000", "1")
     assert (sent["traceparent"], "Postroom-Last-Error" in sent) == (trace, False)
     verify(b"a secret of both sides", call.body, sent["Postroom-Signature"])
+
+
+async def test_each_call_for_a_message_with_a_trace_is_a_span_and_that_of_a_replay_begins_one(
+    start: Start, context: Context, handler: CountingHandler, recorded: InMemorySpanExporter
+) -> None:
+    trace = {"traceparent": TRACE}
+    handler.answer = lambda call: web.Response(status=503 if call.attempt == 1 else 200)
+    async with start():
+        await context.js.publish(context.subject, b"{}", headers={"Nats-Msg-Id": "m-1", **trace})
+        await handler.saw(2)
+        handler.answer = answering(200)
+        replay = {"Nats-Msg-Id": "m-2", "Postroom-Replay-Of": "m-1", **trace}
+        await context.js.publish(context.subject, b"{}", headers=replay)
+        await context.js.publish(context.subject, b"{}", headers={"Nats-Msg-Id": "m-3"})
+        await settled(context)
+
+    failed, handled, replayed = recorded.get_finished_spans()
+    assert {span.name for span in (failed, handled, replayed)} == {f"process {context.subject}"}
+    assert [(parent_of(span), links_of(span)) for span in (failed, handled, replayed)] == [
+        (TRACE, []),
+        (TRACE, []),
+        (None, [TRACE]),
+    ]
+    assert [
+        (attributes(span)["postroom.attempt"], attributes(span).get("error.type")) for span in (failed, handled)
+    ] == [
+        (1, "http_503"),
+        (2, None),
+    ]
+    assert attributes(replayed)["messaging.message.id"] == "m-2"
+    assert attributes(replayed)["messaging.consumer.group.name"] == DURABLE
+    assert {call.headers.get("traceparent") for call in handler.calls} == {TRACE, None}  # as the sender set it
 
 
 async def test_what_can_make_no_request_goes_to_the_dead_letters_and_the_others_go_on(

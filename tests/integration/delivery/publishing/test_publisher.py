@@ -12,6 +12,9 @@ from typing import Any
 
 import asyncpg
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from support.traces import TRACE, attributes, parent_of
 
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
@@ -54,6 +57,28 @@ async def test_an_event_is_published_with_its_headers_and_marked(office: Any) ->
     assert (row["publish_attempts"], row["publish_error"], row["stream"], row["stream_sequence"]) == (
         1, None, office.stream, 1,
     )  # fmt: skip
+
+
+async def test_a_publish_of_a_message_with_a_trace_is_a_span(office: Any, recorded: InMemorySpanExporter) -> None:
+    emit = "SELECT postroom.emit($1, 'order', $2, $3, '{}', 1, NULL, NULL, $4)::text"
+    await office.add_stream()
+    ids = [
+        await office.pool.fetchval(emit, context, f"o-{number}", "order_placed", traceparent)
+        for number, (context, traceparent) in enumerate(
+            ((office.context, TRACE), ("nowhere", TRACE), (office.context, None))
+        )
+    ]
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+
+    published, refused, *_ = recorded.get_finished_spans()
+    assert published.name == f"publish {office.context}.event.order_placed.v1"
+    assert refused.name == "publish nowhere.event.order_placed.v1"
+    assert [attributes(span)["messaging.message.id"] for span in (published, refused)] == ids[:2]
+    assert {parent_of(span) for span in (published, refused)} == {TRACE}
+    assert published.status.status_code is StatusCode.UNSET
+    assert (refused.status.status_code, attributes(refused)["error.type"]) == (StatusCode.ERROR, "not_published")
 
 
 async def test_a_mark_waits_for_no_disk_and_whatever_comes_after_it_does(office: Any, database_url: str) -> None:
