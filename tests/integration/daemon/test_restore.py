@@ -156,7 +156,7 @@ async def test_what_a_restored_database_lacks_is_found_told_and_sent_again_once(
     async with drill.serving():
         health = await compared(daemon, messages)
         assert health.status == "degraded"
-        assert f"the broker's database lacks {messages} messages that it had accepted" in health.reasons[0]
+        assert f"the broker's database lacks {messages:,} messages that it had accepted" in health.reasons[0]
         dry = await daemon.resend_missing(**WHY, dry_run=True)
         assert (dry.resent, (await daemon.health()).missing) == (messages, messages)
         async with drill.client() as reader:

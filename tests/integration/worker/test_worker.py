@@ -516,7 +516,7 @@ async def test_metrics_tell_of_every_durable_consumer_of_the_meshes_also_of_one_
             nonlocal text
             async with aiohttp.ClientSession() as session, session.get(f"{started['page']}/metrics") as answer:
                 text = await answer.text()
-            return labels in text
+            return f"postroom_worker_durable_paused{labels} 1.0" in text
 
         await until_so(told)
     await client.close()
