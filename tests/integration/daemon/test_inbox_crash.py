@@ -60,9 +60,9 @@ sys.exit(main([]))
 """
 
 
-async def killed(daemon: LoneDaemon, point: str, call: int, zygote: Zygote) -> None:
+async def killed(daemon: LoneDaemon, point: str, call: int) -> None:
     """Run the daemon until its own kill at the `call`-th time that it reaches `point`."""
-    process = Process(daemon.state.parent, "daemon", daemon.environment, zygote=zygote)
+    process = Process(daemon.state.parent, "daemon", daemon.environment)
     process._command = [sys.executable, "-c", FATAL, point, str(call)]
     process.start()
     assert process._running is not None
@@ -82,15 +82,15 @@ async def kill_at(point: str, directory: Path, nats_url: str, zygote: Zygote) ->
     directory.mkdir()
     mesh = point.replace("-", "_")
     async with stream_of(nats_url, mesh) as js:
-        await file_all(receiving_daemon(directory, nats_url, mesh, zygote), js, mesh, point, zygote)
+        await file_all(receiving_daemon(directory, nats_url, mesh, zygote), js, mesh, point)
 
 
-async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: str, zygote: Zygote) -> None:
+async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: str) -> None:
     expected = [f"id-{number}" for number in range(1, MESSAGES + 1)]
     for kill in range(1, KILLS + 1):
         first = (kill - 1) * MESSAGES // KILLS + 1
         await publish(js, [message(number, mesh=mesh) for number in range(first, kill * MESSAGES // KILLS + 1)])
-        await killed(daemon, point, _call(point, kill), zygote)
+        await killed(daemon, point, _call(point, kill))
     await daemon.start()
     async with AsyncClient(daemon.socket) as client:
         found = [each.client_message_id for each in await received(client, MESSAGES)]
