@@ -13,7 +13,7 @@ SCALES = {  # the least at which there is something left to measure; what is not
     "publish": 0.01,
     "consume": 0.05,
     "agent": 0.05,
-    "jobs": 0.05,
+    "jobs": 0.3,
     "idle": 0.01,
     "console": 0.01,
 }

@@ -86,8 +86,13 @@ async def test_a_pause_outlasts_the_server(tmp_path: Path) -> None:
     await context.publish(["a"])
     script = Script(lambda _: Done())
     async with context.consuming(script):
+
+        async def waits() -> bool:
+            return (await context.info()).num_pending == 1
+
+        await until_so(waits, "the message waits")
         info = await context.info()
-        assert (info.num_pending, pause_of(info), script.seen) == (1, ADA, [])
+        assert (pause_of(info), script.seen) == (ADA, [])
         await resume(context.js, info)
         await script.saw(1)
     await connection.close()

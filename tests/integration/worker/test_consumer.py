@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from support.handlers import serving
 from support.http_consumers import settled
 from support.jetstream import Context
+from support.waiting import until
 
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate
@@ -64,12 +65,10 @@ async def said(process: asyncio.subprocess.Process, event: str) -> dict[str, obj
     raise AssertionError(event)
 
 
-async def all_said_until_the_stop(manager: socket.socket) -> set[str]:
-    """Listen as a service manager does."""
-    told: set[str] = set()
+async def listen(manager: socket.socket, told: set[str]) -> None:
+    """Hear what a service manager is told, until the stop."""
     while "STOPPING=1" not in told:
         told.add((await asyncio.get_running_loop().sock_recv(manager, 4096)).decode())
-    return told
 
 
 async def refused(*arguments: str, **environ: str) -> tuple[int, str]:
@@ -116,18 +115,19 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
             manager.setblocking(False)
             watched = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "200000"}
             async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
-                heard = asyncio.create_task(all_said_until_the_stop(manager))
+                told = set[str]()
+                heard = asyncio.create_task(listen(manager, told))
                 page = str((await said(process, "consuming"))["page"])
                 await context.publish(["m-1"])
                 await settled(context, "orders")
                 async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
                     text = await metrics.text()
                     assert (ready.status, await ready.json()) == (200, {"status": "ok", "reasons": []})
+                await until(lambda: {"READY=1", "WATCHDOG=1", "STATUS=0 messages waiting, 0 being handled"} <= told)
                 process.terminate()
                 assert await process.wait() == 0
-                told = await heard
+                await heard
 
-    assert {"READY=1", "WATCHDOG=1", "STATUS=0 messages waiting, 0 being handled"} <= told
     assert 'postroom_consumer_calls_total{answer="http_200"} 1.0' in text
     assert 'postroom_consumer_deliveries_total{outcome="done"} 1.0' in text
     assert "postroom_consumer_backlog_messages 0.0" in text
