@@ -111,7 +111,7 @@ bench: $(SPARK_STAMP) $(PEERS) ## the benchmarks, each beside its baseline or pe
 soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak
 
-faults: $(SPARK_STAMP) ## the fault campaign: half an hour; GOALS="F1 F4" for some
+faults: $(SPARK_STAMP) ## the fault campaign: three quarters of an hour; GOALS="F1 F4" for some
 	PYTHONPATH=tests $(BIN)/python -m faults $(GOALS)
 
 faults-soak: $(SPARK_STAMP) ## the same, for hours
