@@ -170,12 +170,14 @@ class OutboxDesk:
         async with self._outbox.backup(caller=request.caller, reason=asked.reason) as copy:
             response = web.StreamResponse(headers={"Content-Type": SQLITE, "Content-Length": str(copy.size)})
             await response.prepare(request)
-            offset = 0
-            while piece := await copy.piece(offset):
-                offset += len(piece)
+            piece = await copy.piece(0)
+            offset = len(piece)
+            while following := await copy.piece(offset):
                 await response.write(piece)
-            await response.write_eof()
-            return response
+                piece, offset = following, offset + len(following)
+        await response.write(piece)  # the last one: who has it may ask for the next backup at once
+        await response.write_eof()
+        return response
 
     def bulk(self, verb: Verb) -> Handler:
         """Make the handler of `verb` on every row that a filter means, or a dry run of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.wire import encode, parse
 
 from outbox.model import Caller, Settlement, Verdict
 from postroom._wire.sends import RelayStatus
@@ -151,6 +152,17 @@ async def test_a_backup_is_an_sqlite_file_and_is_logged(room: Any) -> None:
     assert len(reply.body) == int(reply.headers["content-length"])
     (line,) = (await room.request("GET", "/v1/operator_log")).json["lines"]
     assert (line["verb"], line["reason"]) == ("backup", WHY["reason"])
+
+
+async def test_who_has_a_backup_whole_may_ask_for_the_next_at_once(room: Any) -> None:
+    await send(room, "a")
+    for _ in range(20):
+        reader, writer = await room.connect()
+        writer.write(encode("POST", "/v1/outbox/backup", WHY))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(int(parse(head).headers["content-length"]))
+        writer.close()
 
 
 async def test_the_relay_is_paused_and_resumed_and_told_so(room: Any) -> None:
