@@ -82,7 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         finally:
             dockerd.terminate()
             dockerd.wait(60)
-            for namespace in filter(Path.is_mount, (place / "exec" / "netns").iterdir()):  # which dockerd leaves
+            for namespace in filter(os.path.ismount, (place / "exec" / "netns").iterdir()):  # which dockerd leaves
                 subprocess.run(["umount", namespace], check=True)
             run("podman system reset --force")
 
