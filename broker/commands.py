@@ -85,5 +85,4 @@ def main(command: str, config_file: Path | None) -> int:
         logs.configure(config.log_level)
         return int(runtime.run(COMMANDS[command](config)))
     except Fatal as fatal:
-        sys.stderr.write(f"postroom broker: {fatal}\n")
-        return int(fatal.exit_code)
+        return fatal.tell("postroom broker")

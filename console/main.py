@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -71,5 +70,4 @@ def main(config_file: Path | None) -> int:
         logs.configure(config.log_level)
         return int(runtime.run(run(config)))
     except Fatal as fatal:
-        sys.stderr.write(f"postroom console: {fatal}\n")
-        return int(fatal.exit_code)
+        return fatal.tell("postroom console")

@@ -7,7 +7,6 @@ used, 1 anything else. The first task that dies ends the process.
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config)
     except Fatal as fatal:
-        return _end(fatal)
+        return fatal.tell("postroomd")
     return run(config, accept_lost_ids=options.accept_lost_ids)
 
 
@@ -45,7 +44,7 @@ def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
         with tracing.exporting("postroom-daemon"):
             runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
     except Fatal as fatal:
-        return _end(fatal)
+        return fatal.tell("postroomd")
     return Exit.OK
 
 
@@ -66,8 +65,3 @@ async def serve(config: DaemonConfig, *, accept_lost_ids: bool = False) -> None:
     finally:
         await daemon.close()
     _log.info("stopped", mesh=config.mesh)
-
-
-def _end(fatal: Fatal) -> int:
-    sys.stderr.write(f"postroomd: {fatal}\n")
-    return fatal.exit_code

@@ -3,6 +3,7 @@
 `Finding` is what a check found: the answer of `daemon check` and of `doctor`.
 """
 
+import sys
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -41,6 +42,11 @@ class Fatal(Exception):
     def __init__(self, exit_code: Exit, sentence: str) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+    def tell(self, program: str) -> int:
+        """Say on standard error what ended `program`; returns the exit code."""
+        sys.stderr.write(f"{program}: {self}\n")
+        return int(self.exit_code)
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -31,8 +31,7 @@ def main() -> int:
     try:
         options.do(options)
     except Fatal as fatal:
-        sys.stderr.write(f"{options.name}: {fatal}\n")
-        return int(fatal.exit_code)
+        return fatal.tell(options.name)
     except KeyboardInterrupt:  # before it listened for the signal
         return _INTERRUPTED
     return Exit.OK
