@@ -85,6 +85,12 @@ def until(look: Callable[[], Outcome], condition: Callable[[Outcome], bool]) -> 
     return seen
 
 
+def all_reported_since(moment: str, seen: Outcome) -> bool:
+    """Tell whether every program has told since `moment` what it counted: nothing from before is still to come."""
+    reported = [one["reported_at"] for one in seen.json if "reported_at" in one]
+    return bool(reported) and min(reported) > moment
+
+
 def troubles(seen: Outcome) -> dict[str, tuple[str, str, str]]:
     """Return what is said to be wrong, by thing: the level, the sentence, the command."""
     return {one["thing"]: (one["level"], one["what"], one["help"]) for one in seen.json if "level" in one}
@@ -290,6 +296,8 @@ def test_top_writes_a_line_for_each_look_off_a_terminal(office: Office, well: Ou
 
 def test_the_last_hour_is_shown_minute_by_minute(office: Office, well: Outcome) -> None:
     assert well.code == 0
+    began = datetime.now(UTC).isoformat()
+    until(lambda: office.user.run("status", "--json"), lambda seen: all_reported_since(began, seen))
     counted = "INSERT INTO postroom.minute_counts SELECT date_trunc('minute', now()) - interval '{} minutes', '{}', {}"
     office.execute("DELETE FROM postroom.minute_counts")
     counts = (
