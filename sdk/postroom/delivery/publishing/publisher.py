@@ -46,7 +46,7 @@ _log = structlog.get_logger(__name__)
 
 _MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
-_REFRESH_SECONDS: Final = 5.0  # how old the picture of the streams may be
+_REFRESH_SECONDS: Final = 30.0  # how old the picture of the streams may be: each look costs the server a list of all
 CHANNEL: Final = "postroom_outbox"  # of the bell
 _PAUSES: Final = Backoff(0.5, 30.0)  # between two tries to listen
 _LEAST_REST_SECONDS: Final = 0.05  # after a batch, where nobody wakes it: a look costs three round trips
