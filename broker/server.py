@@ -1,4 +1,4 @@
-"""The broker's HTTP server: where it listens, with or without TLS, and how it stops."""
+"""The broker as a process: config → Postgres, Redis, limiter → HTTP → wait → stop in the opposite order."""
 
 from __future__ import annotations
 
@@ -8,23 +8,86 @@ import socket
 import ssl
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
+import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from broker.accept import Accepting
 from broker.app import Services, build
+from broker.authentication import Authentication, read_admin_token
 from broker.config import BrokerConfig
+from broker.database import Database
+from broker.limiter import Breaker, Limiter, LocalWindow, RedisWindow, open_redis
+from broker.metrics import Metrics
+from broker.programs import Health
+from broker.retention import Sweeper
+from broker.store import AcceptStore, MessageIds
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
+from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.settings import networks_of
+
+_log = structlog.get_logger(__name__)
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
 _DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, webhooks' names and whatever else the process opens
 _LOOKED_AT: Final = 100  # connections at most, to find one that is idle
+
+
+async def run(config: BrokerConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then finish the batches at work.
+
+    Raises `Fatal`: 78 for a wrong config or schema, 69 where Postgres can't be reached or the address is taken.
+    """
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(open_services(config))
+        url = await stack.enter_async_context(serving(services))
+        _log.info("listening", url=url)
+        notify(f"READY=1\nSTATUS=accepting on {url}")
+        tasks: dict[str, Coroutine[Any, Any, None]] = {"reports": services.health.reporting(url)}
+        if services.config.retention.sweep:
+            tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
+        if (seconds := watchdog_seconds()) is not None:
+            tasks["watchdog"] = answer_watchdog(seconds / 2)
+        await run_until_stopped(tasks, stop)
+        notify("STOPPING=1")
+
+
+@asynccontextmanager
+async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
+    """Build everything that the handlers need, and close it."""
+    metrics = Metrics()
+    admin_token = read_admin_token(config.admin_token_file)
+    async with AsyncExitStack() as stack:
+        shared: RedisWindow | None = None
+        if config.redis_url is not None:
+            redis = open_redis(config.redis_url, config.limiter)
+            stack.push_async_callback(redis.aclose)
+            shared = RedisWindow(redis, config.limiter)
+        database = await Database.open(config.database_url, connections=config.connections)
+        stack.push_async_callback(database.close)
+        breaker = Breaker(config.limiter.breaker_failures, config.limiter.breaker_seconds)
+        limiter = Limiter(shared, LocalWindow(config.limiter), breaker, config.limiter, metrics)
+        store = AcceptStore(database, config.retention, MessageIds())
+        yield Services(
+            config=config,
+            database=database,
+            authentication=Authentication(database, admin_token),
+            accepting=Accepting(store, limiter, metrics, config),
+            limiter=limiter,
+            metrics=metrics,
+            health=Health(database, limiter, metrics, needs_redis=config.limiter.on_error == "closed"),
+            guard=Guard(networks_of(config.webhooks)),
+        )
 
 
 @asynccontextmanager

@@ -110,7 +110,7 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accepted message has all its rows; exit code 1 if one has not."""
     if not as_json:
         _of_broker("orphan-check", config)
-    from broker.commands import find_orphans  # noqa: PLC0415
+    from broker.__main__ import find_orphans  # noqa: PLC0415
     from broker.config import events_kept, load_config  # noqa: PLC0415
 
     settings = load_config(config)
@@ -145,7 +145,7 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
 
 
 def _of_broker(name: str, config: Path | None) -> NoReturn:
-    from broker.commands import main  # noqa: PLC0415
+    from broker.__main__ import main  # noqa: PLC0415
 
     raise SystemExit(main(name, config))
 

@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql import SparkSession
 from support.histories import History, run
 
-from broker.commands import find_orphans as check_in_sql
+from broker.__main__ import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
 from pipeline.runner import Outcome, run_by_name
 from postroom._wire.words import counted

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from broker.app import build
 from broker.config import BrokerConfig
-from broker.main import open_services
+from broker.server import open_services
 from postroom.delivery.settings import NatsSettings
 
 ADMIN_TOKEN = "an administrator's token for tests"

@@ -28,8 +28,8 @@ from typing import IO, Any, Final
 
 _IMPORTED: Final = (
     "daemon.main",
-    "broker.commands",
-    "broker.main",
+    "broker.__main__",
+    "broker.server",
     "postroom.worker.process",
     "postroom.worker.config",
 )

@@ -24,7 +24,7 @@ from support.databases import migrated_database, postgres_of_its_own
 from broker.app import Services, build
 from broker.config import BrokerConfig
 from broker.database import migrate
-from broker.main import open_services
+from broker.server import open_services
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
 from postroom._wire.accept import AcceptAnswer, AcceptResponse

@@ -13,7 +13,7 @@ import pytest
 from support.databases import HOLD_NUMBERS, back_up, begin_timeline, forget, postgres_of_its_own, restore
 from support.waiting import until_so
 
-from broker.commands import begin_incarnation
+from broker.__main__ import begin_incarnation
 from broker.database import migrate
 from embedded import EmbeddedPostgres
 from embedded.postgres import _SETTINGS

@@ -23,8 +23,7 @@ from support.databases import HOLD_NUMBERS
 
 from broker.config import BrokerConfig
 from broker.database import Database, migrate
-from broker.main import open_services
-from broker.server import serving
+from broker.server import open_services, serving
 from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal
 

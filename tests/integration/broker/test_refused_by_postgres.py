@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from broker.commands import find_orphans
+from broker.__main__ import find_orphans
 from broker.database import Database, migrate
 from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal

@@ -17,8 +17,7 @@ from structlog.testing import capture_logs
 from support.wire import MALFORMED, SECRET
 
 from broker.config import BrokerConfig
-from broker.main import open_services
-from broker.server import serving
+from broker.server import open_services, serving
 
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
 HOUR = 3600.0

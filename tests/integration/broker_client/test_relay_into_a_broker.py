@@ -20,7 +20,7 @@ from support.waiting import until, until_so
 from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
 from broker.database import migrate
-from broker.main import open_services
+from broker.server import open_services
 from outbox.model import Caller, RowFilter
 from postroom import BrokerClient, NotFound
 from postroom._wire.message import prepare

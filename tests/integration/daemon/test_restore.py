@@ -15,11 +15,11 @@ from aiohttp import web
 from support.databases import back_up, forget, restore
 from support.waiting import until_so
 
+from broker.__main__ import begin_incarnation
 from broker.app import build
-from broker.commands import begin_incarnation
 from broker.config import BrokerConfig
 from broker.database import migrate
-from broker.main import open_services
+from broker.server import open_services
 from broker_client import BrokerClientSettings, BrokerLink, RelaySettings, features
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd

@@ -14,7 +14,7 @@ from support.histories import History
 from support.mailroom import worker
 from support.waiting import until_so
 
-from broker.commands import find_orphans
+from broker.__main__ import find_orphans
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Pool
 from postroom.worker.orphans import OrphanCheck, OrphanCheckSettings

@@ -27,7 +27,7 @@ from support.waiting import until_so
 from broker.app import build
 from broker.config import BrokerConfig
 from broker.database import migrate
-from broker.main import open_services
+from broker.server import open_services
 from postroom import BrokerClient
 from postroom._wire.administration import NewWebhook
 from postroom._wire.message import prepare

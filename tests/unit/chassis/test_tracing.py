@@ -56,7 +56,7 @@ def test_a_service_has_the_programs_name_unless_it_is_given_another(variables: d
 def test_programs_that_are_not_asked_for_spans_load_nothing_and_make_none() -> None:
     program = (
         "import sys, daemon.main, postroom.worker.process\nprint('opentelemetry' in sys.modules)\n"
-        "import broker.commands, opentelemetry.trace\n"  # which redis loads where it is installed
+        "import broker.__main__, opentelemetry.trace\n"  # which redis loads where it is installed
         "from postroom._wire import spans\nprint(spans.wanted())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
