@@ -20,9 +20,8 @@ from broker.history import History, LookUp
 from broker.jobs import Jobs
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
-from broker.nats import Nats
 from broker.once import Keys
-from broker.operator import READ, WRITE, OperatorLog, routes_of
+from broker.operator import READ, WRITE, Nats, OperatorLog, routes_of
 from broker.programs import Health, Minutes, Programs
 from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received

@@ -15,8 +15,7 @@ from aiohttp import web
 from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import Database
-from broker.nats import BRIEFLY, PATIENCE, Nats
-from broker.operator import keep_lines
+from broker.operator import BRIEFLY, PATIENCE, Nats, keep_lines
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import (
@@ -34,7 +33,7 @@ from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
-from postroom.errors import PostroomError, Unavailable
+from postroom.errors import PostroomError, Problem
 
 _MOST_LETTERS: Final = 100_000  # that one look for causes reads: a few seconds
 _MOST_CAUSES: Final = 100
@@ -66,9 +65,8 @@ class DeadLetters:
         mesh = own_mesh(request[PRINCIPAL], decode_query(request, MeshQuery).mesh)
         async with self._opened(request, mesh) as (letters, unread):
             causes, more = await letters.causes(_MOST_LETTERS)
-        problem = None if unread is None else unread.problem
         more |= len(causes) > _MOST_CAUSES
-        return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=problem))
+        return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=unread))
 
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole to who may read it."""
@@ -89,8 +87,7 @@ class DeadLetters:
             self._nats.opened(BRIEFLY) as (js, unread),
             self._database.read(request[PRINCIPAL].whose) as connection,
         ):
-            problem = None if unread is None else unread.problem
-            return json_response(LetterCounts(letters=await count_letters(connection, js), unread=problem))
+            return json_response(LetterCounts(letters=await count_letters(connection, js), unread=unread))
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/dead_letters/<verb>`: what fails for one does not keep the others."""
@@ -100,7 +97,7 @@ class DeadLetters:
             mesh = own_mesh(request[PRINCIPAL], asked.mesh)
             async with self._opened(request, mesh) as (letters, unread):
                 if unread is not None and verb == "replay":
-                    raise unread
+                    raise PostroomError(unread)
                 found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
                 done, failed = list[Letter](), list[Failure]()
                 if asked.dry_run:
@@ -111,18 +108,15 @@ class DeadLetters:
                             failed.append(Failure(id=stored.id, problem=outcome.problem))
                         else:
                             done.append(_shown(stored, new_message_id=outcome))
-                problem = None if unread is None else unread.problem
                 result = Result[Letter](
-                    dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=problem
+                    dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=unread
                 )
             return json_response(result)
 
         return handle
 
     @asynccontextmanager
-    async def _opened(
-        self, request: web.Request, mesh: str
-    ) -> AsyncIterator[tuple[LetterOperations, Unavailable | None]]:
+    async def _opened(self, request: web.Request, mesh: str) -> AsyncIterator[tuple[LetterOperations, Problem | None]]:
         """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
         principal = request[PRINCIPAL]
 
@@ -142,11 +136,10 @@ _ACTS: Final[Mapping[str, Act]] = {"replay": "replayed", "drop": "dropped"}
 
 
 def _page(
-    found: list[StoredLetter], next_cursor: str | None, unread: PostroomError | None, *, whole: bool = False
+    found: list[StoredLetter], next_cursor: str | None, unread: Problem | None, *, whole: bool = False
 ) -> web.Response:
     shown = [_shown(stored, whole=whole) for stored in found]
-    problem = None if unread is None else unread.problem
-    return json_response(LetterPage(letters=shown, next_cursor=next_cursor, unread=problem))
+    return json_response(LetterPage(letters=shown, next_cursor=next_cursor, unread=unread))
 
 
 def _shown(stored: StoredLetter, *, whole: bool = False, new_message_id: str | None = None) -> Letter:

@@ -1,5 +1,8 @@
 """What operators see and change: each noun's routes, from its table (`postroom._wire.nouns`), and the one log of it.
 
+It looks at NATS over a connection for one request, since accepting needs none. Where there is none, a request is
+answered with what Postgres knows, and says what is missing.
+
 The log has one writer (docs/contract/operate.md#operate-37). Who it was is what was authenticated. A line is written in
 the transaction of its change: what cannot be logged is not done.
 """
@@ -11,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
+from nats.js import JetStreamContext
 
 from broker.authentication import PRINCIPAL, any_mesh
 from broker.database import QUERIES, Database
@@ -18,14 +22,42 @@ from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Failure, LogLine, LogPage, LogQuery, Noun
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
-from postroom.errors import PostroomError
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.errors import PostroomError, Problem, Unavailable
 
 READ: Final = (400, 401, 403, 404, 503)  # what may be wrong with a question
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and with a change
 OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # whose keys begin with the mesh
+PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
+BRIEFLY: Final = 1.0  # seconds that a glance does
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Nats:
+    """Lends connections."""
+
+    def __init__(self, settings: NatsSettings | None) -> None:
+        self._settings = settings
+
+    @asynccontextmanager
+    async def opened(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Problem | None]]:
+        """Lend a connection, or say why there is none after `patience` seconds."""
+        if self._settings is None:
+            sentence = "the broker knows no NATS, so what is in streams alone is missing: set its nats.url"
+            yield None, Unavailable.of("nats_not_configured", sentence).problem
+            return
+        try:
+            nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
+        except PostroomError as error:
+            yield None, Unavailable.of("nats_unreachable", str(error)).problem
+            return
+        try:
+            yield nats.jetstream(), None
+        finally:
+            await nats.close()
 
 
 def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:

@@ -12,8 +12,7 @@ from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.nats import BRIEFLY, PATIENCE, Nats
-from broker.operator import each, keep_lines, keep_log
+from broker.operator import BRIEFLY, PATIENCE, Nats, each, keep_lines, keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
@@ -42,7 +41,7 @@ from postroom.delivery.publishing.operations import (
     redrive,
 )
 from postroom.delivery.publishing.postgres import Table, now
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, PostroomError
 
 
 class Unpublished:
@@ -99,7 +98,7 @@ class Consumers:
         page = ConsumerPage(pausing=[Pause(consumer=name, error=error) for name, error in found.items()])
         async with self._nats.opened(BRIEFLY) as (js, unread):
             if js is None:
-                page.unread = None if unread is None else unread.problem
+                page.unread = unread
                 return json_response(page)
             try:
                 page.consumers = await list_durables(js, meshes, begun, found, oldest=True)
@@ -119,7 +118,7 @@ class Consumers:
             async with self._nats.opened(PATIENCE) as (js, unread):
                 if js is None:
                     assert unread is not None  # noqa: S101 - why there is none
-                    raise unread
+                    raise PostroomError(unread)
                 try:
                     durables = [one async for one in each_durable(js, None if asked.mesh is None else [asked.mesh])]
                 except NATS_ERRORS as error:
