@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from postroom._wire.message import DestinationKind, Priority
+from postroom._wire.moment import Moment, check_moments
 from postroom.errors import InvalidMessage
 
 Role = Literal["member", "admin"]
@@ -33,6 +34,7 @@ SLUG_PATTERN: Final = _NOT_CMD + _SNAKE
 MEMBER_PATTERN: Final = f"^{_WORD}{_END}"
 OPERATOR_PATTERN: Final = f"^(?!administrator$){_WORD}{_END}"
 QUEUE_PATTERN: Final = rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}"
+REASON_PATTERN: Final = r"^\s*[^\s\0][^\0]*$"  # what operators give, for any of their verbs
 Slug = Annotated[str, msgspec.Meta(pattern=SLUG_PATTERN, description="a mesh, in snake_case; not `cmd`")]
 OperatorName = Annotated[str, msgspec.Meta(pattern=OPERATOR_PATTERN, description="an operator; not `administrator`")]
 MemberName = Annotated[str, msgspec.Meta(pattern=MEMBER_PATTERN, description="a member of a mesh")]
@@ -50,6 +52,7 @@ _RULES: Final = {
     OPERATOR_PATTERN: f"an operator's name: {_WORD_RULE}; not `administrator`",
     _SNAKE: f"a topic's name: {_SNAKE_RULE}",
     QUEUE_PATTERN: f"a queue's name: one to four words joined by dots, each {_WORD_RULE}",
+    REASON_PATTERN: "a text that is not blank and has no NUL character",
 }
 
 
@@ -71,7 +74,7 @@ def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], na
 
 
 def in_words(sentence: str) -> str:
-    """Say a name's rule in words where msgspec's `sentence` about it shows a pattern."""
+    """Say the rule of a name or a reason in words where msgspec's `sentence` about it shows a pattern."""
     for pattern, rule in _RULES.items():
         sentence = sentence.replace(f"`str` matching regex {pattern!r}", rule)
     return sentence
@@ -310,10 +313,13 @@ class MessagesQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
     mesh: str | None = None
     sender: str | None = None
     destination: str | None = None
-    since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-    until: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    since: Moment | None = None
+    until: Moment | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 50
+
+    def __post_init__(self) -> None:
+        check_moments(since=self.since, until=self.until)
 
 
 class MessageLine(msgspec.Struct, kw_only=True, frozen=True):

@@ -13,8 +13,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -26,6 +25,7 @@ from postroom._wire.message import (
     refuse_duplicate_keys,
     refuse_too_many_values,
 )
+from postroom._wire.moment import Moment
 from postroom.errors import InvalidMessage
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -42,8 +42,6 @@ _IS_JSON: Final = re.compile(r"[\w.+-]+/(?:[\w.-]+\+)?json", re.IGNORECASE)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _UNQUOTED: Final = "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # printable ASCII but for space, `"` and `%`
 _encode: Final = msgspec.json.Encoder().encode
-
-_Moment = Annotated[datetime, msgspec.Meta(tz=True)] | None
 
 
 class _Structured(msgspec.Struct):
@@ -173,7 +171,7 @@ def _checked(attributes: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and _CONTROL.search(value):
             refuse("invalid_field", f"the attribute `{name}` has control characters", name)
     try:
-        msgspec.convert(attributes.get("time"), _Moment)
+        msgspec.convert(attributes.get("time"), Moment | None)
     except msgspec.ValidationError:
         refuse("invalid_field", "`time` must be an RFC 3339 time with an offset", "time")
     return attributes

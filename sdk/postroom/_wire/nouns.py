@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from postroom._wire.administration import MAX_PAGE
+from postroom._wire.moment import Moment, check_moments
 from postroom._wire.operations import Reason
 from postroom.errors import Conflict, Problem
 
@@ -122,9 +123,12 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     verb: str | None = None
     actor: str | None = None
     key: str | None = None
-    since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    since: Moment | None = None
     cursor: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+
+    def __post_init__(self) -> None:
+        check_moments(since=self.since)
 
 
 class LogLine(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from postroom._wire.moment import Moment, check_finite
 from postroom._wire.nouns import Noun
 from postroom._wire.words import counted
 
@@ -31,7 +32,6 @@ Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Reasons = Annotated[list[Line], msgspec.Meta(max_length=MAX_REASONS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Time = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class ProgramPart(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -55,18 +55,21 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     host: Name
     pid: Count
     version: Name
-    started_at: Time
-    at: Time
+    started_at: Moment
+    at: Moment
     status: Status
     reasons: Reasons = []
     address: Line | None = None
     waiting: Count | None = None
     dead: Count | None = None
-    oldest_at: Time | None = None
+    oldest_at: Moment | None = None
     relay: Literal["starting", "relaying", "paused", "waiting", "stopped"] | None = None
     disk_free: Count | None = None
     totals: Annotated[dict[Name, Count], msgspec.Meta(max_length=20)] = {}
     parts: Annotated[list[ProgramPart], msgspec.Meta(max_length=1000)] = []
+
+    def __post_init__(self) -> None:
+        check_finite(started_at=self.started_at, at=self.at, oldest_at=self.oldest_at)
 
 
 class Trouble(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from postroom._wire.administration import MeshQuery
+from postroom._wire.moment import Moment
 from postroom._wire.nouns import Change, Noun, Result, Verb
 from postroom._wire.operations import Age
 from postroom._wire.programs import Trouble
@@ -104,7 +105,7 @@ class SourcePage(msgspec.Struct, kw_only=True):
 class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What was published from `since` on, into `stream` or any; what is known to be handled only if `confirmed`."""
 
-    since: Annotated[datetime, msgspec.Meta(tz=True)]
+    since: Moment
     stream: str | None = None
     confirmed: bool = False
 

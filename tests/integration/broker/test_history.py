@@ -237,3 +237,16 @@ async def test_looking_for_a_rare_message_goes_on_from_page_to_page(
     assert first["messages"] == []
     (line,) = (await broker.member("ada").get("/v1/messages", cursor=first["next_cursor"])).body["messages"][-1:]
     assert line["client_message_id"] == "rare"
+
+
+@pytest.mark.parametrize("moment", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+async def test_a_time_outside_the_calendar_is_refused(broker: Any, moment: str) -> None:
+    for path, name in (("/v1/messages", "since"), ("/v1/messages", "until"), ("/v1/operator_log", "since")):
+        answer = await broker.admin.get(path, mesh="demo", **{name: moment})
+        assert (answer.status, answer.code, answer.body["field"]) == (400, "invalid_query", name)
+
+
+async def test_a_time_at_the_end_of_the_calendar_is_a_time(broker: Any) -> None:
+    for moment in ("0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"):
+        for path in ("/v1/messages", "/v1/operator_log"):
+            assert (await broker.admin.get(path, mesh="demo", since=moment)).status == 200

@@ -11,7 +11,7 @@ import pytest
 from support.waiting import until_so
 
 from broker.retention import Sweeper
-from postroom._wire.programs import Report
+from postroom._wire.programs import ProgramPage, Report
 from postroom.delivery.programs import PostgresReports
 
 PATH = "/v1/programs"
@@ -50,6 +50,20 @@ async def test_a_daemon_is_listed_as_the_member_that_its_token_says(broker: Any)
     assert (listed["kind"], listed["mesh"], listed["name"]) == ("daemon", "demo", "alice")
     assert "away" not in listed
     assert abs(listed["clock_seconds"]) < 30
+
+
+@pytest.mark.parametrize("field", ["at", "started_at", "oldest_at"])
+@pytest.mark.parametrize(
+    "moment",
+    ["0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z", "9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"],
+)
+async def test_a_report_from_outside_the_calendar_is_refused_and_hides_no_other(
+    broker: Any, field: str, moment: str
+) -> None:
+    await broker.member("bob").post(PATH, report())
+    answer = await broker.member("alice").post(PATH, report(**{field: moment}))
+    assert (answer.status, answer.code, answer.body["field"]) == (400, "invalid_request", field)
+    assert msgspec.convert((await broker.admin.get(PATH)).body, ProgramPage).programs[0].name == "bob"
 
 
 async def test_members_see_the_daemons_of_their_mesh_alone(broker: Any) -> None:

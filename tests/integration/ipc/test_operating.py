@@ -95,6 +95,15 @@ async def test_an_inflight_row_is_left_alone(room: Any, verb: str) -> None:
     assert (reply.status, reply.json["code"]) == (409, "wrong_state")
 
 
+@pytest.mark.parametrize("path", ["relay/pause", "relay/resume", "outbox/backup", "outbox/abort", "outbox/held/abort"])
+@pytest.mark.parametrize("reason", ["\0", " \0", "so\0", "\n"])
+async def test_a_reason_that_says_nothing_or_has_a_nul_is_refused(room: Any, path: str, reason: str) -> None:
+    await send(room, "held")
+    reply = await room.request("POST", f"/v1/{path}", {"reason": reason})
+    assert (reply.status, reply.json["field"]) == (400, "reason")
+    assert "not blank and has no NUL" in reply.json["detail"]
+
+
 @pytest.mark.parametrize("body", [{}, {"reason": ""}, {"reason": "  "}, {"reason": 7}, {"reason": "x", "more": 1}])
 async def test_a_verb_needs_a_reason(room: Any, body: dict[str, Any]) -> None:
     await send(room, "k")

@@ -1,0 +1,30 @@
+"""A moment in a request: it has its offset, and a place in the calendar of those who read it in UTC.
+
+The last hours before the year 10000 are in it only with an offset of zero or more, and the first of the year 1 with one
+of zero or less. Python reads such a time, and fails where it is compared with those of a database.
+"""
+
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import msgspec
+
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+
+_FIRST: Final = datetime.min.replace(tzinfo=UTC)
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
+
+
+def check_moments(**moments: datetime | None) -> None:
+    """Raise `ValueError`, which msgspec reports as its own, where one of these fields is outside the calendar."""
+    for name, moment in moments.items():
+        if moment is not None and not _FIRST <= moment <= _LAST:
+            raise ValueError(f"Time outside the calendar in field `{name}`")
+
+
+def check_finite(**moments: datetime | None) -> None:
+    """Do that also where a field is an end of the calendar itself, which Postgres is given as infinite."""
+    check_moments(**moments)
+    for name, moment in moments.items():
+        if moment in {_FIRST, _LAST}:
+            raise ValueError(f"Time at an end of the calendar in field `{name}`")
