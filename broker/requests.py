@@ -14,7 +14,7 @@ from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
 from postroom._wire.administration import in_words
-from postroom._wire.message import where
+from postroom._wire.message import refuse_duplicate_keys, where
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -59,13 +59,15 @@ def _too_large(config: BrokerConfig) -> InvalidMessage:
 
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:
-    """Return the body decoded into `kind`; 400 says what is wrong with which field."""
+    """Return the body decoded into `kind`; 400 says what is wrong with which field, or which key is given twice."""
     async with received(request) as body:
         try:
-            return msgspec.json.decode(body, type=kind)
+            decoded = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             field, sentence = where(error)
             raise InvalidMessage.of("invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             sentence = f"the body is not what this route takes: {error}; GET /openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error
+        refuse_duplicate_keys(bytes(body))
+        return decoded

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -71,7 +72,7 @@ def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -
     """Build the aiohttp application: each route behind its access check, every error a problem."""
     app = web.Application(middlewares=[problems], **options)
     for route in routes:
-        app.router.add_route(route.method, route.path, _guarded(route, authorize))
+        app.router.add_route(route.method, route.path, _guarded(route, authorize), expect_handler=_go_on)
     return app
 
 
@@ -81,6 +82,18 @@ def _guarded(route: Route, authorize: Authorize) -> Handler:
         return await route.handler(request)
 
     return handle
+
+
+async def _go_on(request: web.Request) -> web.StreamResponse | None:
+    """Meet the one expectation that can be met; the errors of aiohttp's own handler pass by the middleware."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers["Expect"].lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+        return None
+    detail = "the only expectation that can be met is 100-continue: omit any other"
+    return problem_response(PostroomError.of("expectation_failed", detail, status=417).problem)
 
 
 @web.middleware

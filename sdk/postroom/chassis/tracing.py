@@ -33,7 +33,8 @@ _INSTALL: Final = (
 def exporting(program: str) -> Iterator[None]:
     """Export spans in the block, if the environment asks for it, as the service `program` unless it says another name.
 
-    Where OpenTelemetry is not installed the program runs without, and the log says what to install.
+    Where OpenTelemetry is not installed, or refuses what its variables say, the program runs without, and the log says
+    what to install or what is wrong.
     """
     provider = _provider(program) if wanted() else None
     try:
@@ -63,16 +64,20 @@ def _provider(program: str) -> TracerProvider | None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415 - the same
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 - the same
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - the same
+
+        if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            return None  # of whoever starts the program instrumented: it has its spans, and exports them
+        said = OTELResourceDetector().detect().attributes
+        name = str(said.get("service.name", program))
+        resource = Resource.create({"service.name": name, "service.version": version("postroom")})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except ImportError as error:
         _log.warning("tracing_not_installed", missing=error.name, advice=_INSTALL)
         return None
-    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return None  # of whoever starts the program instrumented: it has its spans, and exports them
-    said = OTELResourceDetector().detect().attributes
-    name = str(said.get("service.name", program))
-    resource = Resource.create({"service.name": name, "service.version": version("postroom")})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except Exception as error:  # noqa: BLE001 - what a variable says may cost spans, never the program
+        _log.warning("tracing_not_configured", error=str(error), advice="check the OTEL_… variables of this program")
+        return None
     trace.set_tracer_provider(provider)
     _log.info("tracing", service=name)
     return provider

@@ -38,6 +38,23 @@ async def test_a_name_is_given_once(broker: Any) -> None:
     ]
 
 
+async def test_a_key_given_twice_is_refused_by_name(broker: Any) -> None:
+    answer = await broker.admin.post("/v1/topics", b'{"mesh":"demo","name":"seen","name":"unseen"}')
+    assert (answer.status, answer.code) == (400, "duplicate_key")
+    assert "'name'" in answer.body["detail"]
+    twice = b'{"filter":{"keys":[{"tenant":"a","tenant":"b","topic":"t","key":"k"}]},"reason":"so"}'
+    assert (await broker.admin.post("/v1/once/forget", twice)).code == "duplicate_key"
+
+
+async def test_an_expectation_is_met_or_refused_as_a_problem(broker: Any) -> None:
+    url, bearer = broker.url + "/v1/whoami", {"Authorization": f"Bearer {broker.admin.token}"}
+    for expectation, status in (("100-continue", 200), ("more", 417)):
+        async with broker.admin.session.get(url, headers=bearer | {"Expect": expectation}) as answer:
+            assert answer.status == status
+            said = await answer.json(content_type=None)
+    assert said["code"] == "expectation_failed"
+
+
 async def test_a_revoked_members_name_is_never_given_again(broker: Any) -> None:
     assert (await broker.admin.delete("/v1/members/demo/bob")).status == 204
 

@@ -53,6 +53,21 @@ def test_a_service_has_the_programs_name_unless_it_is_given_another(variables: d
     assert done.stdout.splitlines()[-1] == name
 
 
+@pytest.mark.parametrize(
+    "variable", ["OTEL_BSP_MAX_QUEUE_SIZE=100", "OTEL_BSP_SCHEDULE_DELAY=-1", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT=many"]
+)
+def test_variables_that_opentelemetry_refuses_cost_spans_and_not_the_program(variable: str) -> None:
+    program = (
+        "from postroom._wire import spans\nfrom postroom.chassis.tracing import exporting\n"
+        "with exporting('postroom-daemon'):\n    print(spans.wanted())"
+    )
+    environment = {**os.environ, **ENDPOINT, **dict([variable.split("=")])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "tracing_not_configured" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
 def test_programs_that_are_not_asked_for_spans_load_nothing_and_make_none() -> None:
     program = (
         "import sys, daemon.main, postroom.worker.process\nprint('opentelemetry' in sys.modules)\n"
