@@ -1,8 +1,9 @@
-"""A publisher that kills itself: `python crashing_publisher.py DATABASE_URL NATS_URL CONTEXT`.
+"""A publisher that kills itself: `python crashing_publisher.py DATABASE_URL NATS_URL CONTEXT EVENTS BATCH`.
 
 Each line of standard input is a point: the call to die at (`Link.publish`), `before` or `after` it, and the how many-th
 call it is. For each there is a fresh process (forked, since starting Python costs more than the test), which emits
-events and publishes until all are published or it is dead. The answer to each line is `killed` or `drained`.
+EVENTS events and publishes, BATCH at once, until all are published or it is dead. The answer to each line is `killed`
+or `drained`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from itertools import count
 from random import Random
 from typing import Any
 
+import msgspec
+
 from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.nats import NatsClient
@@ -25,9 +28,10 @@ from postroom.delivery.publishing.postgres import PostgresClaim
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 EMIT = (
-    "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) FROM generate_series(1, 20) AS n"
+    "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) "
+    "FROM generate_series(1, $2::integer) AS n"
 )
-SETTINGS = PublisherSettings(batch=8, ack_seconds=5, first_seconds=0.01, most_seconds=0.05)
+SETTINGS = PublisherSettings(ack_seconds=5, first_seconds=0.01, most_seconds=0.05)
 CLASSES = {kind.__name__: kind for kind in (Link, NatsClient, PostgresClaim, Publisher, Record, Streams)}
 
 
@@ -49,13 +53,14 @@ def die_at(call: str, when: str, nth: int) -> None:
     setattr(CLASSES[kind], name, dying)
 
 
-async def publish(database_url: str, nats_url: str, context: str) -> None:
+async def publish(database_url: str, nats_url: str, context: str, events_each: str, batch: str) -> None:
     pool = await open_rooms(database_url, ROOM, name="crashing-publisher", connections=3)
-    await pool.execute(EMIT, context)
+    await pool.execute(EMIT, context, int(events_each))
     events, *_ = await sources_of(pool)
     record = Record([events], RecordSettings())
     nats = NatsSettings(url=nats_url)
-    publisher = Publisher(events, SETTINGS, nats, name="crashing", opened=record.compare, rng=Random(1))
+    settings = msgspec.structs.replace(SETTINGS, batch=int(batch))
+    publisher = Publisher(events, settings, nats, name="crashing", opened=record.compare, rng=Random(1))
     while (await events.backlog()).count:
         if not await publisher.step():
             await asyncio.sleep(0.002)

@@ -272,6 +272,7 @@ def _stream_config(settings: StreamSettings) -> StreamConfig:
         num_replicas=settings.replicas,
         duplicate_window=settings.duplicate_window_seconds,
         allow_direct=True,
+        allow_atomic=True,  # a server before 2.12 does not know it
     )
 
 

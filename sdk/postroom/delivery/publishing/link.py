@@ -4,6 +4,10 @@ The connection does not come back by itself. One connection stores messages in t
 that after a break exactly a beginning of the batch is in the stream; a client that reconnects would send what it still
 had in its buffer behind a part that was lost on the way.
 
+What is many goes as an atomic batch (NATS 2.12, ADR-50), where all is for one stream: the server then syncs once
+instead of once for each message. It takes all of it or nothing. What it refuses, a batch with an id that it knows
+already among others, goes message by message.
+
 JetStream also tells of the calls that others make to it: it notes each on a subject of its own, for whoever listens
 (`Audit`). It tells it once, to those that are connected: what happened while nobody listened has to be assumed.
 
@@ -17,6 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
+from secrets import token_hex
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -38,6 +43,7 @@ _log = structlog.get_logger(__name__)
 _LOOK_SECONDS: Final = 0.1  # between two looks at whether the connection still stands
 _HEADER_LINE: Final = b"NATS/1.0\r\n"
 _LINE_EXTRA: Final = 4  # bytes: a colon, a space, CR and LF
+_ATOMIC: Final = range(32, 1001)  # messages of an atomic batch: the server stages each in a file; 1,000 is its limit
 
 _FULL: Final = 0.9  # of its limit, from where on a stream may have made room by itself
 _CACHED: Final = 10_000  # subjects
@@ -67,6 +73,7 @@ class StreamPicture(NamedTuple):
     subjects: re.Pattern[str]
     keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
     work_queue: bool  # acknowledging a message takes it out too
+    atomic: bool  # it takes atomic batches
     holes: int  # numbers behind the first message that are gone
 
     def reach(self, horizon: timedelta) -> timedelta:
@@ -116,6 +123,7 @@ def _picture(info: StreamInfo) -> StreamPicture:
         subject_pattern(config.subjects or ()),
         _keeps_all(info),
         config.retention == RetentionPolicy.WORK_QUEUE,
+        bool(config.allow_atomic),
         state.num_deleted or 0,
     )
 
@@ -224,6 +232,7 @@ class _Ack(msgspec.Struct):
     seq: int = 0
     duplicate: bool = False
     error: _ApiError | None = None
+    count: int = 0  # of the messages of an atomic batch
 
 
 _decode_ack: Final = msgspec.json.Decoder(_Ack).decode
@@ -350,18 +359,45 @@ class Link:
         """Send `messages`, none of which has a `refusal`, in order, and return what became of each."""
         if not messages:
             return []
-        clock = asyncio.get_running_loop().time
         streams = [self.streams.of(message.subject) for message in messages]
-        batch = _Batch(self._sent, len(messages))
-        self._sent += len(messages)
+        answers = await self._send_as_one(messages) if _is_for_one_batch(streams) else None
+        if answers is None:
+            answers = await self._send(messages, [message.headers for message in messages], answers=len(messages))
+        if any(map(_made_anew, answers, streams)):
+            await self.streams.refresh(self.js)
+            streams = [self.streams.of(message.subject) for message in messages]
+        return [_result(answer, stream) for answer, stream in zip(answers, streams, strict=True)]
+
+    async def _send_as_one(self, messages: Sequence[Outgoing]) -> Sequence[_Ack | None] | None:
+        """Send an atomic batch and return the answers to its messages; None where the server refused all of it."""
+        name, count = token_hex(8), len(messages)
+        headers = [
+            {**message.headers, "Nats-Batch-Id": name, "Nats-Batch-Sequence": str(number)}
+            for number, message in enumerate(messages, 1)
+        ]
+        headers[-1]["Nats-Batch-Commit"] = "1"
+        (answer,) = await self._send(messages, headers, answers=1)
+        if answer is None:
+            return [None] * count
+        if answer.error is not None or answer.count != count:
+            return None
+        return [_Ack(answer.stream, number) for number in range(answer.seq - count + 1, answer.seq + 1)]
+
+    async def _send(
+        self, messages: Sequence[Outgoing], headers: Sequence[dict[str, str]], *, answers: int
+    ) -> list[_Ack | None]:
+        """Send `messages` in order and return the answers to the last of them; what none came to in time has None."""
+        clock = asyncio.get_running_loop().time
+        batch = _Batch(self._sent, answers)
+        self._sent += answers
         self._batches.append(batch)
         try:
-            for index, message in enumerate(messages):
-                reply = f"{self._inbox}.{batch.first + index}"
+            for index, (message, lines) in enumerate(zip(messages, headers, strict=True), answers - len(messages)):
+                reply = f"{self._inbox}.{batch.first + index}" if index >= 0 else ""
                 try:
-                    await self._client.publish(message.subject, message.body, reply=reply, headers=message.headers)
+                    await self._client.publish(message.subject, message.body, reply=reply, headers=lines)
                 except Exception as error:  # noqa: BLE001 - whatever it was, this message and those after it are not sent
-                    batch.answer(index, _failure(from_nats(error, "publishing").problem.detail))
+                    batch.answer(max(index, 0), _failure(from_nats(error, "publishing").problem.detail))
                     await self._client.close()
                     break
             deadline = clock() + self._ack_seconds
@@ -370,10 +406,7 @@ class Link:
                     await asyncio.wait_for(batch.complete.wait(), min(left, _LOOK_SECONDS))
         finally:
             self._batches.remove(batch)  # a late answer is nobody's
-        if any(map(_made_anew, batch.answers, streams)):
-            await self.streams.refresh(self.js)
-            streams = [self.streams.of(message.subject) for message in messages]
-        return [_result(answer, stream) for answer, stream in zip(batch.answers, streams, strict=True)]
+        return batch.answers
 
     async def _acknowledged(self, reply: Msg) -> None:
         number = int(reply.subject.rpartition(".")[2])
@@ -382,6 +415,11 @@ class Link:
                 # Without data it is the server's word for it that nobody answers on that subject.
                 missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
                 batch.answer(number - batch.first, _decode_ack(reply.data) if reply.data else missing)
+
+
+def _is_for_one_batch(streams: Sequence[StreamPicture | None]) -> bool:
+    first = streams[0]
+    return len(streams) in _ATOMIC and first is not None and first.atomic and streams.count(first) == len(streams)
 
 
 def _failure(description: str) -> _Ack:

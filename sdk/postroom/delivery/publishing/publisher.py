@@ -3,7 +3,7 @@
 One claim holds a batch, which is published, and settled by what the server has acknowledged:
 
     claim    some aggregates, then their oldest rows (in Postgres one transaction until the end)
-    publish  pipelined on one connection, each message under its own id (`Nats-Msg-Id`)
+    publish  pipelined on one connection or in one atomic batch, each message under its own id (`Nats-Msg-Id`)
     settle   published, and the place in the stream; or the attempt, the error and the time of the next one
 
 Killed before the publish, nothing has happened; after it, the rows are unpublished still, and the next publisher sends

@@ -41,6 +41,7 @@ class Office:
         return f"{self.context}_EVENTS".upper()
 
     async def add_stream(self, **options: Any) -> None:
+        options = {"allow_atomic": True, **options}  # as a declared one
         await self.js.add_stream(name=self.stream, subjects=[f"{self.context}.event.>"], **options)
 
     async def emit(self, aggregate: str = "order-1", name: str = "order_placed", payload: str = "{}") -> str:

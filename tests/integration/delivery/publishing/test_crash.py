@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support import crashing_publisher
 
 from embedded.processes import tethered
@@ -21,25 +22,36 @@ POINTS = [
     *product(BATCHES, ("before", "after"), (1, 2, 3)),
     *product(MESSAGES, ("before", "after"), range(1, 21)),
 ]
+ATOMIC = [
+    *product(BATCHES, ("before", "after"), (1, 2)),
+    *product(["Link._send"], ("before", "after"), (1, 2)),
+    *product(["NatsClient.publish"], ("before", "after"), (1, 2, 20, 39, 40, 41, 60, 80)),
+    *product(["Link._acknowledged"], ("before", "after"), (1, 2)),
+]
 
 
+@pytest.mark.parametrize(
+    ("points", "size"), [(POINTS, (20, 8)), (ATOMIC, (80, 40))], ids=["one by one", "atomic batches"]
+)
 async def test_a_publisher_killed_anywhere_loses_and_repeats_nothing(
-    office: Any, nats_url: str, database_url: str
+    office: Any, nats_url: str, database_url: str, points: list[tuple[str, str, int]], size: tuple[int, int]
 ) -> None:
     await office.add_stream()
+    events, batch = size
+    arguments = [database_url, nats_url, office.context, str(events), str(batch)]
     process = await asyncio.create_subprocess_exec(
-        *tethered([sys.executable, crashing_publisher.__file__, database_url, nats_url, office.context]),
+        *tethered([sys.executable, crashing_publisher.__file__, *arguments]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={"PYTHONPATH": f"{Path.cwd()}:{Path.cwd() / 'sdk'}"},
     )
-    lines = [f"{call} {when} {nth}\n" for call, when, nth in POINTS] + ["Publisher.step before 1000000\n"]
+    lines = [f"{call} {when} {nth}\n" for call, when, nth in points] + ["Publisher.step before 1000000\n"]
     said, _ = await process.communicate("".join(lines).encode())
     *ends, last = said.decode().splitlines()
 
-    assert (set(ends), len(ends), last) == ({"killed"}, len(POINTS), "drained 0")
+    assert (set(ends), len(ends), last) == ({"killed"}, len(points), "drained 0")
     rows = await office.pool.fetch("SELECT id::text, aggregate_id FROM postroom.outbox_events ORDER BY position")
-    assert len(rows) == 20 * len(lines)
+    assert len(rows) == events * len(lines)
     ids = await office.ids()
     assert Counter(ids) == Counter(row[0] for row in rows)
     aggregate_of = {row[0]: row[1] for row in rows}

@@ -21,6 +21,10 @@ from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.settings import PublisherSettings
 
+UNMARK = (
+    "UPDATE postroom.outbox_events SET published_at = NULL, stream = NULL, stream_created_at = NULL, "
+    "stream_sequence = NULL"
+)
 SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
 
 
@@ -237,11 +241,7 @@ async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> 
     await office.emit_many(10, aggregates=2)
     publisher = office.publisher()
     await drain(publisher)
-    unmark = (
-        "UPDATE postroom.outbox_events SET published_at = NULL, stream = NULL, stream_created_at = NULL, "
-        "stream_sequence = NULL"
-    )
-    await office.pool.execute(unmark)
+    await office.pool.execute(UNMARK)
     await drain(publisher)
     await publisher.stop()
 
@@ -249,6 +249,48 @@ async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> 
     assert await office.pool.fetchval("SELECT array_agg(DISTINCT stream_sequence) FROM postroom.outbox_events") == [
         *range(1, 11)
     ]
+
+
+@pytest.mark.parametrize(
+    ("events", "takes_batches", "batches"),
+    [(31, True, 0), (32, True, 1), (1000, True, 1), (1001, True, 0), (32, False, 0)],
+)
+async def test_what_is_many_goes_as_an_atomic_batch(
+    office: Any,
+    events: int,
+    takes_batches: bool,  # noqa: FBT001 - a column of the table
+    batches: int,
+) -> None:
+    await office.add_stream(allow_atomic=takes_batches)
+    await office.emit_many(events, aggregates=7)
+    publisher = office.publisher(PublisherSettings(batch=2000))
+    await publisher.step()
+    await publisher.stop()
+
+    messages = await office.messages()
+    headers = [message.headers for message in messages]
+    assert len({found["Nats-Batch-Id"] for found in headers if "Nats-Batch-Id" in found}) == batches
+    rows = await office.pool.fetch("SELECT id::text, stream_sequence FROM postroom.outbox_events ORDER BY position")
+    assert len(rows) == events
+    assert {row[0]: row[1] for row in rows} == {
+        message.headers["Nats-Msg-Id"]: message.metadata.sequence.stream for message in messages
+    }
+
+
+async def test_a_batch_with_one_message_that_the_stream_has_goes_message_by_message(office: Any) -> None:
+    await office.add_stream()
+    first = await office.emit()
+    publisher = office.publisher()
+    await publisher.step()
+    await office.pool.execute(UNMARK)
+    await office.emit_many(40, aggregates=7)
+    await publisher.step()
+    await publisher.stop()
+
+    rows = await office.pool.fetch("SELECT id::text, stream_sequence FROM postroom.outbox_events ORDER BY position")
+    assert (rows[0][0], [row[1] for row in rows]) == (first, [*range(1, 42)])
+    assert await office.ids() == [row[0] for row in rows]
+    assert (publisher.counters.published, publisher.counters.failed) == (42, 0)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +369,9 @@ async def failure(office: Any, identity: str) -> Any:
 
 
 async def add_stream(server: EmbeddedNats, office: Any) -> None:
-    await with_jetstream(server, lambda js: js.add_stream(name=office.stream, subjects=[f"{office.context}.event.>"]))
+    await with_jetstream(
+        server, lambda js: js.add_stream(name=office.stream, subjects=[f"{office.context}.event.>"], allow_atomic=True)
+    )
 
 
 async def count(server: EmbeddedNats, office: Any) -> int:

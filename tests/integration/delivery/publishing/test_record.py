@@ -178,7 +178,8 @@ async def test_every_event_is_rebuilt_after_the_store_of_nats_was_deleted(
 
     async def add_stream() -> None:
         client = await nats.connect(server.url)
-        await client.jetstream().add_stream(name=office.stream, subjects=[f"{office.context}.event.>"])
+        subjects = [f"{office.context}.event.>"]
+        await client.jetstream().add_stream(name=office.stream, subjects=subjects, allow_atomic=True)
         await client.close()
 
     await add_stream()

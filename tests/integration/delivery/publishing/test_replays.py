@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -131,19 +132,22 @@ async def test_letters_that_are_replayed_are_in_no_stream_of_letters_any_more(of
 @pytest.mark.usefixtures("dead")
 async def test_many_letters_cost_far_less_than_each_by_itself(office: Any) -> None:
     found = [stored for stored in await find(office) if stored.row]
-    began = perf_counter()
-    for stored in found[:20]:
-        await settle(office, [stored])
-    alone = (perf_counter() - began) / 20
-    began = perf_counter()
-    await settle(office, found[20:])
-    assert (perf_counter() - began) / len(found[20:]) < alone / 2
+
+    async def cost(letters: list[StoredLetter]) -> float:
+        began = perf_counter()
+        await settle(office, letters)
+        return (perf_counter() - began) / len(letters)
+
+    alone = median([await cost([stored]) for stored in found[:20]])
+    together = min([await cost(found[first : first + 20]) for first in (20, 40, 60)])  # something else may run for one
+    assert together < alone / 2
 
 
 @pytest.mark.usefixtures("dead")
 async def test_a_page_costs_no_look_at_what_comes_after_it(office: Any) -> None:
     """Nor are letters looked through that are named by their places."""
-    await asyncio.gather(*(keep(office, f"more-{number}") for number in range(3000)))
+    for first in range(0, 3000, 250):  # all at once, a slow disk would let the last of them wait for too long
+        await asyncio.gather(*(keep(office, f"more-{first + number}") for number in range(250)))
     async with office.pool.acquire() as connection:
         letters, seen, cursor = operations(office, connection), list[StoredLetter](), None
         began = perf_counter()
