@@ -200,7 +200,7 @@ _STATE: Final[dict[RowStatus, str]] = {
     "inflight": "it is inflight, its outcome is not known yet: wait for it",
     "done": "it is done, the broker accepted it",
     "dead": "it is dead",
-    "aborted": "it is aborted, an operator retired it before: see `postroom outbox inspect`",
+    "aborted": "it is aborted, an operator retired it before",
 }
 
 

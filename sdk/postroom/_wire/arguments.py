@@ -7,7 +7,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -74,6 +74,8 @@ def compose(
     """
     if isinstance(mentions, str):
         refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
+    if not isinstance(mentions, Iterable | None):
+        refuse("invalid_field", f"mentions must be a list of members, not {type(mentions).__name__}", "mentions")
     if isinstance(body, (dict, list)):
         body = _json_text(body)
     given: Any = body

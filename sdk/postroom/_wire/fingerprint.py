@@ -39,6 +39,8 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
         return _encode(_canonical(dict(meta)))
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise NotCanonical(str(error)) from error
+    except TypeError:  # JSON has none, a program's dict may: what joins or sorts them fails
+        raise NotCanonical("it has keys that are not text") from None
 
 
 def _canonical(value: Any) -> Any:

@@ -46,6 +46,7 @@ _NAME_RULE: Final = {
     "dm": "a member: a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`",
     "queue": "one to four such words joined by dots: a lower-case letter, then letters, digits, `_` or `-`",
 }
+_LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -409,6 +410,8 @@ def _holds_nul(value: Any) -> bool:
 def where(error: msgspec.ValidationError) -> tuple[str | None, str]:
     """Split msgspec's sentence into the field it concerns and what it says, which names the field in words."""
     sentence, _, path = str(error).partition(" - at `$")
+    if length := _LENGTH.fullmatch(sentence):
+        sentence = f"Expected {'at most' if length[1] == '<' else 'at least'} {length[2]} characters"
     field = path.rstrip("`").lstrip(".") or None
     if field is None and (named := re.search(r"field `([^`]+)`", sentence)):
         field = named[1]

@@ -95,6 +95,11 @@ async def test_an_inflight_row_is_left_alone(room: Any, verb: str) -> None:
     assert (reply.status, reply.json["code"]) == (409, "wrong_state")
 
 
+async def test_a_reason_that_is_too_long_is_refused_in_words(room: Any) -> None:
+    reply = await room.request("POST", "/v1/relay/pause", {"reason": "x" * 1001})
+    assert (reply.status, reply.json["detail"]) == (400, "reason: Expected at most 1000 characters")
+
+
 @pytest.mark.parametrize("path", ["relay/pause", "relay/resume", "outbox/backup", "outbox/abort", "outbox/held/abort"])
 @pytest.mark.parametrize("reason", ["\0", " \0", "so\0", "\n"])
 async def test_a_reason_that_says_nothing_or_has_a_nul_is_refused(room: Any, path: str, reason: str) -> None:

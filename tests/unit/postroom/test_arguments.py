@@ -68,3 +68,13 @@ def test_a_meta_value_that_json_has_no_word_for_is_refused_with_what_to_pass(val
         encode(compose("topic:orders", "hello", meta={"at": [value]}))
     assert (caught.value.code, caught.value.problem.field) == ("meta_not_canonical", "meta")
     assert "<class" not in str(caught.value)
+
+
+def test_a_meta_whose_keys_are_no_text_and_mentions_that_are_no_list_are_refused() -> None:
+    meta: Any = {1: 2}
+    with pytest.raises(InvalidMessage, match="keys that are not text") as caught:
+        encode(compose("topic:orders", meta=meta))
+    assert (caught.value.code, caught.value.problem.field) == ("meta_not_canonical", "meta")
+    mentions: Any = 5
+    with pytest.raises(InvalidMessage, match="a list of members, not int"):
+        compose("topic:orders", mentions=mentions)

@@ -137,6 +137,12 @@ def test_what_json_cannot_say_exactly_is_refused(value: object) -> None:
         canonical_json({"x": [value]})
 
 
+@pytest.mark.parametrize("meta", [{1: 2}, {"a": {None: 1}}, {"a": [{True: 1, "b": 2}]}, {"é": 1, 1.5: 2}])
+def test_a_key_that_is_no_text_is_refused(meta: dict[str, object]) -> None:
+    with pytest.raises(NotCanonical, match="keys that are not text"):
+        canonical_json(meta)
+
+
 scalars = (
     st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | st.text(st.characters(exclude_categories=["Cs"]))
 )
