@@ -17,10 +17,10 @@ from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
 from embedded import EmbeddedNats
-from postroom._wire.dead_letters import LetterFilter
+from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.chassis.postgres import connected
 from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
-from postroom.delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
+from postroom.delivery.dead_letters import DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.publishing.source import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings

@@ -31,8 +31,7 @@ from postroom._wire.programs import LATENCIES
 from postroom._wire.retry import Backoff, tell
 from postroom.chassis.routes import Histogram
 from postroom.claims import DONE, Dead, Done, Later, Outcome
-from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
-from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR
+from postroom.delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.message import Delivery, delivery_of
 from postroom.delivery.pull import Pull
 from postroom.delivery.settings import ConsumerSettings, StreamSettings

@@ -28,8 +28,7 @@ from postroom._wire.message import TRACEPARENT
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.consumers import Consumers
-from postroom.delivery.dead_letters import RecordedLetters
-from postroom.delivery.dead_letters.letter import REPLAY_OF
+from postroom.delivery.dead_letters import REPLAY_OF, RecordedLetters
 from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import EventSubject, event_subject, parse_subject

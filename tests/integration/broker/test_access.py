@@ -16,7 +16,7 @@ from broker.authentication import Authentication, digest
 from postroom import BrokerClient
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
-from postroom.delivery.dead_letters.letter import columns
+from postroom.delivery.dead_letters import columns
 from postroom.once import open_registry
 
 Message = Callable[..., dict[str, Any]]

@@ -19,8 +19,9 @@ from support.terminal import Terminal
 
 from broker.database import migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
+from postroom._wire.dead_letters import DeadLetter
 from postroom.delivery.consumer import DONE, Dead
-from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.dead_letters.operations import count_letters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

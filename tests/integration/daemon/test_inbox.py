@@ -19,7 +19,7 @@ from support.receiving import ids_in, publish, received, receiving_daemon, strea
 from support.zygote import Zygote
 
 from postroom import AsyncClient, EventsQuery, InboxMessage, NotFound
-from postroom.delivery.dead_letters import DeadLetter
+from postroom._wire.dead_letters import DeadLetter
 from postroom.delivery.subjects import stream_name
 
 _meshes = count(1)

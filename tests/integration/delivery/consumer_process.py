@@ -18,8 +18,9 @@ from random import Random
 
 from support.jetstream import DURABLE, QUICK
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Outcome, Settle
-from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.streams import stream_name

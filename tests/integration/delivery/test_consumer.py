@@ -8,8 +8,9 @@ import pytest
 from support.jetstream import QUICK, Context, Script, running
 from support.waiting import until_so
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
-from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.pull import Pull
 from postroom.delivery.settings import BackoffSettings, StreamSettings
 

@@ -23,7 +23,8 @@ from support.waiting import until_so
 
 from broker.database import migrate
 from embedded import EmbeddedNats
-from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom._wire.dead_letters import DeadLetter
+from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.settings import NatsSettings
 
 DONE, WAITING = "cmd.demo.default.done.run", "cmd.demo.default.waiting.run"

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from postroom._wire.dead_letters import LetterFilter, common_error
-from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
+from postroom._wire.dead_letters import DeadLetter, LetterFilter, common_error
+from postroom.delivery.dead_letters import is_dead_letter, letter_id, letter_of
 from postroom.delivery.dead_letters.operations import StoredLetter, replay_id
 from postroom.delivery.message import Delivery, message_id_of
 from postroom.delivery.nats import UNREADABLE

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from postroom.agent import EPOCH, Envelope
-from postroom.delivery.dead_letters.letter import REPLAY_OF
+from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery
 from postroom.delivery.publishing.source import identifying
 from postroom.delivery.subjects import CommandSubject, EventSubject, known_subject

@@ -24,12 +24,13 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.store import Losses, Mark, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
+from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, letter_id
 from postroom.delivery.nats import end_if_cancelled
 from postroom.delivery.publishing import Publisher, Record
 from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes

@@ -30,8 +30,15 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.dead_letters import Act, DeadLetter, Letter, LetterCause, LetterFilter, LetterNote, common_error
 from postroom.chassis.postgres import Connection
-from postroom.delivery.dead_letters.letter import QUERIES, REPLAY_OF, REPLAYED_FOR, columns
-from postroom.delivery.dead_letters.stream import StreamedLetter, check_context, read_letters
+from postroom.delivery.dead_letters import (
+    QUERIES,
+    REPLAY_OF,
+    REPLAYED_FOR,
+    StreamedLetter,
+    check_context,
+    columns,
+    read_letters,
+)
 from postroom.delivery.errors import (
     NATS_ERRORS,
     consumer_gone,

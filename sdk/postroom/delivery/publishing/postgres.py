@@ -16,9 +16,10 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom.chassis.postgres import Connection, Pool
-from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
+from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED
 from postroom.delivery.message import history_message
 from postroom.delivery.publishing.link import Holes, subject_pattern
 from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying

@@ -15,9 +15,10 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom.chassis.postgres import Pool, migrate, open_rooms
 from postroom.delivery import ROOM
-from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.publishing import EVENTS, PostgresSource, Publisher, Record
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.postgres import Table

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom._wire.dead_letters import LetterFilter
-from postroom.delivery.dead_letters import DeadLetter
+from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.publishing import EVENTS, LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream

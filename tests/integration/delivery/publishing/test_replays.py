@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from embedded.processes import tethered
-from postroom._wire.dead_letters import LetterFilter
-from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom._wire.dead_letters import DeadLetter, LetterFilter
+from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
 from postroom.delivery.publishing import LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
