@@ -32,15 +32,16 @@ from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume, with_past
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
-from postroom.delivery.publishing.operations import (
+from postroom.delivery.publishing.postgres import (
+    Table,
     drop_failing,
     find_failing,
     list_backlogs,
     list_dropped,
     list_failing,
+    now,
     redrive,
 )
-from postroom.delivery.publishing.postgres import Table, now
 from postroom.errors import InvalidMessage, PostroomError
 
 

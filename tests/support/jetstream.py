@@ -22,7 +22,7 @@ from postroom.chassis.postgres import connected
 from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations
-from postroom.delivery.publishing.source import identifying
+from postroom.delivery.publishing import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream
 from support.waiting import until_so

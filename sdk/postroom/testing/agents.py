@@ -37,7 +37,7 @@ from postroom.delivery.agents.store import Owner, Store, decode_record, read_eve
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.consumer import Attempts, Dead, Delivery, Done, Later, Outcome
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publishing.source import Outgoing, Place
+from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.settings import AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
 

@@ -30,8 +30,8 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection, Pool, connected, migrate
 from postroom.delivery.consumer import Dead, Delivery, Later, Outcome
 from postroom.delivery.message import MESSAGE_ID
+from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
-from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 from postroom.delivery.subjects import EventSubject, event_subject, known_subject
 from postroom.flow import Flow, check_flow

@@ -16,7 +16,9 @@ from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import Backlog as InboxBacklog
 from postroom.delivery.http.webhooks import Webhooks
-from postroom.delivery.publishing import Backlog, Publisher, Record
+from postroom.delivery.publishing.postgres import Backlog
+from postroom.delivery.publishing.publisher import Publisher
+from postroom.delivery.publishing.record import Record
 from postroom.worker.jobs import Jobs
 from postroom.worker.orphans import OrphanCheck
 

@@ -33,17 +33,9 @@ from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.programs import latency_totals
-from postroom.delivery.publishing import (
-    DELIVERIES,
-    EVENTS,
-    LETTERS,
-    Backlog,
-    Bell,
-    PostgresSource,
-    Publisher,
-    Record,
-    sources_of,
-)
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
+from postroom.delivery.publishing.publisher import Bell, Publisher
+from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow

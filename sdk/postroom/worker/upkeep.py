@@ -22,9 +22,9 @@ from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
-from postroom.delivery.publishing import DELIVERIES, LETTERS, PostgresSource, Record, WorkQueues
 from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.postgres import declare_subjects
+from postroom.delivery.publishing.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
+from postroom.delivery.publishing.record import Record, WorkQueues
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import (
     Reconciled,

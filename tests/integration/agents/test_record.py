@@ -20,8 +20,8 @@ from postroom.delivery.agents.outgoing import AgentPublisher
 from postroom.delivery.agents.replay import verify
 from postroom.delivery.agents.store import Mark, Owner, Store
 from postroom.delivery.nats import connect
+from postroom.delivery.publishing import Outgoing
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.source import Outgoing
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import ensure_stream
 

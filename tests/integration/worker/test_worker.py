@@ -33,10 +33,10 @@ from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.message import MAX_BODY_BYTES, prepare
-from postroom.delivery.publishing import DELIVERIES, PostgresSource, Record
+from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.postgres import PostgresClaim
-from postroom.delivery.publishing.source import Outgoing, Place
+from postroom.delivery.publishing.postgres import DELIVERIES, PostgresClaim, PostgresSource
+from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 DIGEST = b"d" * 32

@@ -18,7 +18,7 @@ import msgspec
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery
-from postroom.delivery.publishing.source import identifying
+from postroom.delivery.publishing import identifying
 from postroom.delivery.subjects import CommandSubject, EventSubject, known_subject
 from postroom.errors import InvalidMessage
 

@@ -32,9 +32,10 @@ from postroom.delivery.agents.store import Losses, Mark, Store, Stored, decode_r
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, letter_id
 from postroom.delivery.nats import end_if_cancelled
-from postroom.delivery.publishing import Publisher, Record
+from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
-from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
+from postroom.delivery.publishing.publisher import Publisher
+from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import AgentSettings, NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
 from postroom.errors import PostroomError

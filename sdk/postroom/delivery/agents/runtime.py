@@ -75,7 +75,7 @@ from postroom.delivery.consumer import (
 )
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
-from postroom.delivery.publishing.source import Outgoing
+from postroom.delivery.publishing import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import all_streams, covers
 from postroom.errors import NotFound

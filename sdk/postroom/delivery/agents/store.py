@@ -32,7 +32,7 @@ from postroom.agent import Envelope
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema, exit_after, is_full
-from postroom.delivery.publishing.source import Placed
+from postroom.delivery.publishing import Placed
 from postroom.errors import InvalidMessage
 
 _log = structlog.get_logger(__name__)

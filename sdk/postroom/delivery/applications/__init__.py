@@ -28,16 +28,17 @@ from postroom._wire.unpublished import (
 )
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
-from postroom.delivery.publishing import EVENTS, LETTERS
-from postroom.delivery.publishing.operations import (
+from postroom.delivery.publishing.postgres import (
+    EVENTS,
+    LETTERS,
     drop_failing,
     find_failing,
     list_backlogs,
     list_dropped,
     list_failing,
+    now,
     redrive,
 )
-from postroom.delivery.publishing.postgres import now
 from postroom.errors import PostroomError
 from postroom.once.postgres import PostgresStore
 

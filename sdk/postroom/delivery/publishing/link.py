@@ -33,7 +33,7 @@ from nats.js.api import RetentionPolicy, StreamInfo
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
-from postroom.delivery.publishing.source import Outgoing, Place
+from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.errors import PostroomError

@@ -37,8 +37,8 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.chassis.runtime import in_step
 from postroom.delivery.message import MESSAGE_ID
+from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.publishing.link import Link, read_holes
-from postroom.delivery.publishing.source import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
 

@@ -32,6 +32,7 @@ from nats.js.errors import NotFoundError
 from postroom.chassis.postgres import Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
+from postroom.delivery.publishing import Placed, Search, Source, message_id
 from postroom.delivery.publishing.link import (
     ADVISORIES,
     Audit,
@@ -44,7 +45,6 @@ from postroom.delivery.publishing.link import (
     subject_pattern,
 )
 from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked, now
-from postroom.delivery.publishing.source import Placed, Search, Source, message_id
 from postroom.delivery.settings import RecordSettings
 
 _log = structlog.get_logger(__name__)

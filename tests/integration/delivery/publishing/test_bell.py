@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from postroom.delivery.publishing import CHANNEL, EVENTS, Bell, PostgresSource
-from postroom.delivery.publishing.postgres import PostgresClaim
+from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
+from postroom.delivery.publishing.publisher import CHANNEL, Bell
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 PATIENT = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=60)

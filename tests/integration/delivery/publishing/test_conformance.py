@@ -21,16 +21,11 @@ from postroom.delivery.agents.store import NO_HASH, Changes, Owner, Store, encod
 from postroom.delivery.agents.store import Event as StoredEvent
 from postroom.delivery.agents.store import Record as Event
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.publishing import (
-    EVENTS,
-    PostgresSource,
-    Publisher,
-    Record,
-    WorkQueues,
-    record,
-)
+from postroom.delivery.publishing import Outgoing, Place, Source, record
 from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.source import Outgoing, Place, Source
+from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
+from postroom.delivery.publishing.publisher import Publisher
+from postroom.delivery.publishing.record import Record, WorkQueues
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from postroom.delivery.publishing.operations import drop_failing, list_dropped, list_failing
-from postroom.delivery.publishing.postgres import EVENTS
+from postroom.delivery.publishing.postgres import EVENTS, drop_failing, list_dropped, list_failing
 from postroom.errors import NotFound
 
 

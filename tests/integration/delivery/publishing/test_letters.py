@@ -10,7 +10,7 @@ import pytest
 
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters.operations import LetterOperations
-from postroom.delivery.publishing import EVENTS, LETTERS
+from postroom.delivery.publishing.postgres import EVENTS, LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import Unavailable
 

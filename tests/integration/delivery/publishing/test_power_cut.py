@@ -15,8 +15,7 @@ import pytest
 from asyncpg import UniqueViolationError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import EVENTS, PostgresSource
-from postroom.delivery.publishing.postgres import PostgresClaim
+from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 SAME_PLACE = (

@@ -12,9 +12,7 @@ import pytest
 
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
-from postroom.delivery.publishing import EVENTS
-from postroom.delivery.publishing.operations import redrive
-from postroom.delivery.publishing.postgres import now
+from postroom.delivery.publishing.postgres import EVENTS, now, redrive
 
 
 async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:

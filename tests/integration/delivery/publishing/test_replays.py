@@ -18,7 +18,7 @@ from embedded.processes import tethered
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
-from postroom.delivery.publishing import LETTERS
+from postroom.delivery.publishing.postgres import LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
 

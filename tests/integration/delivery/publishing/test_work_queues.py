@@ -16,11 +16,10 @@ from nats.js.errors import NotFoundError
 
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
-from postroom.delivery.publishing import EVENTS, WorkQueues
 from postroom.delivery.publishing import record as module
 from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.operations import redrive
-from postroom.delivery.publishing.postgres import now
+from postroom.delivery.publishing.postgres import EVENTS, now, redrive
+from postroom.delivery.publishing.record import WorkQueues
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 
 SECONDS = 60

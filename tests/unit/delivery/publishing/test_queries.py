@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from postroom.delivery import publishing
-from postroom.delivery.publishing import DELIVERIES, EVENTS, LETTERS
-from postroom.delivery.publishing.postgres import QUERIES
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, QUERIES
 
 SOURCE = "".join(file.read_text() for file in Path(publishing.__file__).parent.glob("*.py"))
 DROPPED = {"drop", "list_dropped"}  # dead letters have verbs of their own
