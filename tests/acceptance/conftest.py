@@ -1,10 +1,13 @@
-"""What the acceptance tests share: a whole mail room on the session's servers."""
+"""What the acceptance tests share: a mail room on the session's servers, and the chain with all that follows it."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import asyncpg
 import pytest
+from support.chain import Chain
+from support.effects import Remembering
+from support.handlers import CountingHandler, serving
 from support.mailroom import Mailroom
 from support.zygote import Zygote
 
@@ -15,6 +18,24 @@ async def mailroom(short_directory: Path, database_url: str, redis_url: str, zyg
     await room.open()
     yield room
     room.close()
+
+
+@pytest.fixture
+async def handler() -> AsyncIterator[CountingHandler]:
+    async with serving(Remembering()) as running:
+        yield running
+
+
+@pytest.fixture
+async def chain(
+    short_directory: Path, database_url: str, redis_url: str, handler: CountingHandler
+) -> AsyncIterator[Chain]:
+    chain = Chain(short_directory, database_url, redis_url, handler.url)
+    try:
+        await chain.open()
+        yield chain
+    finally:
+        chain.close()
 
 
 @pytest.fixture

@@ -9,34 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from support.chain import Chain
-from support.effects import Remembering, Senders, everything_has_its_effect_once
-from support.handlers import CountingHandler, serving
+from support.effects import Senders, everything_has_its_effect_once
 
 WRITERS = 8
 FAULTS = ("worker", "consumer", "agent", "reader", "killed", "paused", "purged EVENTS", "purged INBOX", "emptied")
-
-
-@pytest.fixture
-async def handler() -> AsyncIterator[CountingHandler]:
-    async with serving(Remembering()) as running:
-        yield running
-
-
-@pytest.fixture
-async def chain(
-    short_directory: Path, database_url: str, redis_url: str, handler: CountingHandler
-) -> AsyncIterator[Chain]:
-    chain = Chain(short_directory, database_url, redis_url, handler.url)
-    try:
-        await chain.open()
-        yield chain
-    finally:
-        chain.close()
 
 
 async def disturb(chain: Chain, load: Senders, fault: str) -> None:

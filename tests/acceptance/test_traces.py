@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.chain import QUEUE, Chain
-from support.handlers import CountingHandler, serving
+from support.handlers import CountingHandler
 from support.mailroom import LoneDaemon, Mailroom
 from support.traces import TRACE, Collected, Collector, collecting
 from support.waiting import until
@@ -40,26 +40,9 @@ async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]
         yield running
 
 
-@pytest.fixture
-async def handler() -> AsyncIterator[CountingHandler]:
-    async with serving() as running:
-        yield running
-
-
-@pytest.fixture
-async def chain(
-    collector: Collector, short_directory: Path, database_url: str, redis_url: str, handler: CountingHandler
-) -> AsyncIterator[Chain]:
-    del collector  # it has to be there before the programs are
-    chain = Chain(short_directory, database_url, redis_url, handler.url)
-    try:
-        await chain.open()
-        yield chain
-    finally:
-        chain.close()
-
-
-async def test_a_messages_whole_way_is_one_trace(chain: Chain, collector: Collector, handler: CountingHandler) -> None:
+async def test_a_messages_whole_way_is_one_trace(  # the collector has to be there before the programs are
+    collector: Collector, chain: Chain, handler: CountingHandler
+) -> None:
     await chain.reader_ready()
     async with AsyncClient(chain.room.socket) as client:
         for destination in ("topic:orders", QUEUE):
