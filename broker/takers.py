@@ -20,7 +20,7 @@ from postroom._wire.ids import context_of
 from postroom._wire.trace import Outcome, Step, Story, Wait
 from postroom._wire.unpublished import resuming
 from postroom._wire.words import counted
-from postroom.delivery.agents.stories import ask_story
+from postroom.delivery.agents.replay import ask_story
 from postroom.delivery.durables import each_durable, find_consumers, pause_of
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of

@@ -1,4 +1,4 @@
-"""What an operator does with jobs: start, list, show, cancel and retry (docs/contract/jobs.md#jobs-30).
+"""What is done with jobs as a whole: start, list, show, cancel and retry (docs/contract/jobs.md#jobs-30), and removal.
 
 And what the ledgers know of one message, whose id an operator found in a log.
 
@@ -6,17 +6,24 @@ What an activity is called that they are shown follows from its ledger (`state_o
 
 Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
 it is done: after `cancel_job` has returned, no step of the job commits.
+
+Jobs that ended permanently go after a time, with activities, ledgers and operators' log (`JobRetention`). Their ids
+stay: a scheduler that starts an old job again is told that it was started before. A message for an activity that is
+gone is acknowledged, as for any that there is not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 from uuid import UUID
 
 import asyncpg
 import msgspec
+import structlog
 
 from postroom._wire.digits import (
     ENTRIES,
@@ -31,12 +38,15 @@ from postroom._wire.digits import (
 )
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import Connection
+from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, rest_since
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
 
+_log = structlog.get_logger(__name__)
+
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
+_RETENTION: Final = load_queries("postroom.ledger", "retention.sql")
 ENDED: Final = ("completed", "failed", "cancelled")  # states of a job
 _NOT_FAILED: Final = {
     "running": "it is running: there is nothing to retry",
@@ -44,6 +54,11 @@ _NOT_FAILED: Final = {
     "completed": "it is completed: start a new job",
     "cancelled": "it was cancelled permanently: start a new job",
 }
+
+_SLICES: Final = ("remove_messages", "remove_requests", "remove_activities", "remove_jobs")
+_JOBS: Final = 100  # that one slice looks at
+_ROWS: Final = 1000  # that one slice removes
+_SWEEP_SECONDS: Final = 3600.0  # between two sweeps
 
 
 async def start(connection: Connection, job: Start) -> bool:
@@ -337,3 +352,43 @@ def enter_leg2(activity: int) -> int:
     if activity % ENTRIES >= MOST_LEG2_ENTRIES:
         raise Overflow.of_leg2(render(activity))
     return activity + LEG2_ENTRY
+
+
+class JobRetention:
+    """Removes jobs that ended more than `keep_days` ago: `run` it as a task, in any number of processes.
+
+    A sweep goes in slices, and rests after each four times as long as it took.
+    """
+
+    def __init__(self, pool: Pool, keep_days: float) -> None:
+        self.removed = 0
+        self._pool = pool
+        self._keep = timedelta(days=keep_days)
+
+    async def run(self) -> None:
+        """Sweep until cancelled; Postgres away ends a sweep, not the sweeper."""
+        while True:
+            try:
+                await self.sweep()
+            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                _log.warning("job_sweep_failed", error=type(error).__name__)
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+    async def sweep(self, rows: int = _ROWS) -> int:
+        """Remove what is old enough, `rows` at a time; return how many jobs that were."""
+        if not await self._pool.fetchval(_RETENTION["has_jobs"]):
+            return 0
+        before = self.removed
+        found = True
+        while found:
+            found = False
+            for name in _SLICES:
+                started = time.monotonic()
+                done = await self._pool.execute(_RETENTION[name], self._keep, _JOBS, rows)
+                if count := int(done.rpartition(" ")[2]):
+                    found = True
+                    self.removed += count if name == "remove_jobs" else 0
+                    await rest_since(started)
+        if self.removed > before:
+            _log.info("jobs_removed", jobs=self.removed - before)
+        return self.removed - before

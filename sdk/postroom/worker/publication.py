@@ -39,7 +39,7 @@ from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
-from postroom.ledger.retention import JobRetention
+from postroom.ledger.operating import JobRetention
 from postroom.worker.config import SourceSection, WorkerConfig
 from postroom.worker.jobs import Jobs
 from postroom.worker.metrics import of_publication

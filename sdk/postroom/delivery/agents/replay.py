@@ -3,6 +3,11 @@
 `postroom agent replay`, `verify` and `trace` only read, also while the agent runs: nothing is published and nothing is
 handled. `republish` marks, and whoever runs the agent publishes: at its next comparison with the streams, or when it
 starts.
+
+A running agent tells the same of a message to whoever puts its story together (docs/contract/operate.md#operate-51).
+Its event store is on its host, and what it takes and emits may be in no database. So it is asked over NATS, under the
+name of its durable consumer: `postroom.story.<mesh>.<durable>`, with an id as the body. The answer is a `Story`, or
+nothing for an id that it does not know.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.retry import tell
@@ -41,10 +48,13 @@ from postroom.delivery.agents.store import (
     read_owner,
 )
 from postroom.delivery.agents.turns import open_turns
+from postroom.delivery.errors import NATS_ERRORS
 
 T = TypeVar("T")
 _PER_MILLISECOND: Final = 1000  # µs
 _MOST: Final = 1000  # events that one story looks at
+_STORY_SECONDS: Final = 0.5  # that an agent may take to look into its store
+_decode_story: Final = msgspec.json.Decoder(Story).decode
 
 
 class Memory(NamedTuple):
@@ -191,6 +201,32 @@ def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
 
 def _moment(ms: int | None) -> datetime | None:
     return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
+
+
+async def tell_stories(nats: Client, context: str, durable: str, database: Path) -> None:
+    """Answer for the store of an agent until the connection is closed; of processes that share it one answers."""
+
+    async def answer(question: Msg) -> None:
+        try:
+            told = msgspec.json.encode(await trace(database, question.data.decode(errors="replace")))
+        except Fatal:  # it has nothing under that id
+            told = b""
+        await question.respond(told)
+
+    await nats.subscribe(_story_subject(context, durable), queue=durable, cb=answer)
+
+
+async def ask_story(nats: Client, context: str, durable: str, id_: str) -> Story | None:
+    """Return what an agent tells of an id, no step where it does not know it; None where it does not run or answer."""
+    try:
+        answer = await nats.request(_story_subject(context, durable), id_.encode(), timeout=_STORY_SECONDS)
+        return _decode_story(answer.data) if answer.data else Story(waits=[], steps=[])
+    except (*NATS_ERRORS, msgspec.MsgspecError):
+        return None
+
+
+def _story_subject(context: str, durable: str) -> str:
+    return f"postroom.story.{context}.{durable}"
 
 
 def _replay(agent_class: type[Agent[Any]], owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:
