@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 
 from pipeline.runner import Outcome, Struct, submitted
-from pyspark_postroom.source import DefaultSource as Sink
+from postroom.spark.formats import Sink
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

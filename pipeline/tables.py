@@ -23,7 +23,8 @@ from pipeline.runner import History
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
-from postroom.spark.history import HistorySource, copy
+from postroom.spark.formats import HistorySource
+from postroom.spark.history import copy
 
 if TYPE_CHECKING:
     import pyarrow as pa

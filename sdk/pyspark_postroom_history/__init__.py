@@ -8,6 +8,6 @@ def __getattr__(name: str) -> type:
     """Import the source `postroom_history` as `DefaultSource` at its first use (PEP 562)."""
     if name != "DefaultSource":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from postroom.spark.history import HistorySource  # noqa: PLC0415 - the reason for this function
+    from postroom.spark.formats import HistorySource  # noqa: PLC0415 - the reason for this function
 
     return HistorySource

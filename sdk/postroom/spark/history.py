@@ -1,4 +1,4 @@
-"""The Spark source `postroom_history`: accepted messages as a DataFrame (docs/contract/spark.md#spark-12).
+"""What the source `postroom_history` reads: accepted messages as a DataFrame (docs/contract/spark.md#spark-12).
 
     spark.read.format("postroom_history").option("mesh", "sea").option("since", "2026-11-01").load()
     spark.readStream.format("postroom_history").option("max_rows_per_batch", 100_000).load()
@@ -23,21 +23,19 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
 from postroom._wire.sql import load_queries
 from postroom.errors import InvalidMessage, NotFound
 from postroom.spark.database import connect
-from postroom.spark.history_options import Conditions, HistoryOptions, read_options
+from postroom.spark.history_options import Conditions, HistoryOptions
 
 if TYPE_CHECKING:
     import asyncpg
     import pyarrow as pa
     from pyspark.sql.datasource import Filter
-
-    from postroom.spark.history_stream import HistoryStreamReader
 
 
 # Looks at a range in the snapshot that it is read from; raises what forbids to read it.
@@ -90,30 +88,6 @@ _SETTINGS: Final = {
     "jit": "off",
     "max_parallel_workers_per_gather": "0",
 }
-
-
-class HistorySource(DataSource):
-    """The source, as Spark finds it."""
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name of the format."""
-        return "postroom_history"
-
-    def schema(self) -> StructType:
-        """Return every column."""
-        return SCHEMA
-
-    def reader(self, schema: StructType) -> HistoryReader:
-        """Read what has committed; raises `InvalidMessage` for wrong options."""
-        options = read_options(self.options, streaming=False)
-        return PushingHistoryReader(options, schema) if options.push_filters else HistoryReader(options, schema)
-
-    def streamReader(self, schema: StructType) -> HistoryStreamReader:  # noqa: N802 - Spark's name
-        """Read what commits from now on too; raises `InvalidMessage` for wrong options."""
-        from postroom.spark.history_stream import HistoryStreamReader  # noqa: PLC0415 - of newer PySparks
-
-        return HistoryStreamReader(read_options(self.options, streaming=True), schema)
 
 
 class Range(InputPartition):
