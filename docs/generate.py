@@ -5,15 +5,18 @@ import contextlib
 import json
 import re
 import tempfile
+import types
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
 
+import msgspec
+from msgspec.inspect import is_struct_type
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily, Metric
 
@@ -40,7 +43,7 @@ from postroom._wire.once import KEYS
 from postroom._wire.operations import VERBS as ROW_VERBS
 from postroom._wire.sends import RelayStatus
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
-from postroom.chassis.config import reference
+from postroom.chassis.config import settings
 from postroom.chassis.routes import describe
 from postroom.delivery.agents.runtime import AgentCounters
 from postroom.delivery.consumer import ConsumerCounters
@@ -136,6 +139,16 @@ own ([applications.md](applications.md)). A variable cannot set it.
 {source}"""
 
 
+_WORDS: Final = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "Path": "path",
+    "datetime": "time",
+}
+
+
 def configuration() -> str:
     """Return docs/configuration.md."""
     return _CONFIGURATION.format(
@@ -148,6 +161,56 @@ def configuration() -> str:
         stream=reference(StreamSettings, None),
         source=reference(SourceSection, None),
     )
+
+
+def reference(config: type[msgspec.Struct], prefix: str | None) -> str:
+    """Describe every setting of `config` in a table, one row each; without a prefix no variable overrides them."""
+    lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
+    for setting in settings(config):
+        key = ".".join(setting.path)
+        words = [_setting_type(setting.type)]
+        for meta in setting.meta:
+            bounds = (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt))
+            words += [f"{sign} {bound:,}" for sign, bound in bounds if bound is not None]
+            words += [] if meta.pattern is None else [f"`{meta.pattern}`"]
+        if setting.secret:
+            words[-1] += " (secret)"
+        default = f"`{setting.default}`"
+        if setting.default is msgspec.NODEFAULT:
+            default = "required"
+        elif setting.default is None or setting.default == []:
+            default = "-"
+        elif isinstance(setting.default, bool):
+            default = default.lower()
+        cells = (
+            f"`{key}`",
+            setting.description[:1].upper() + setting.description[1:].removesuffix("."),
+            ", ".join(words),
+            default,
+            "-" if prefix is None or _holds_tables(setting.type) else f"`{setting.variable(prefix)}`",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _setting_type(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_setting_type(part) for part in get_args(kind) if part is not type(None))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(kind))
+    if _holds_tables(kind):
+        return "tables"
+    if origin is list:
+        return f"list of {_setting_type(get_args(kind)[0])}"
+    if get_args(kind):  # Annotated
+        return _setting_type(get_args(kind)[0])
+    return _WORDS[kind.__name__]
+
+
+def _holds_tables(kind: Any) -> bool:
+    """Tell whether a setting is a list of tables, as `[[streams]]`."""
+    return get_origin(kind) is list and is_struct_type(get_args(kind)[0])
 
 
 def verbs() -> str:

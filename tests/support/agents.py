@@ -15,6 +15,7 @@ from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
 from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
+from postroom.delivery.agents.outgoing import into_jetstream
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
@@ -74,8 +75,7 @@ async def opened(
     """Open an agent with a store of its own, for the test to give it messages."""
     return await AgentRuntime.open(
         agent,
-        context.js,
-        context.nats,
+        into_jetstream(context.js, context.nats, settings),
         directory,
         tenant=context.name,
         workspace=workspace,

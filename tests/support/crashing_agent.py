@@ -17,6 +17,7 @@ from typing import Any
 
 from postroom.agent import Emit, Envelope, fill_subjects
 from postroom.chassis import logs
+from postroom.delivery.agents.outgoing import into_jetstream
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import NatsClient, connect
@@ -105,8 +106,7 @@ async def run(order: dict[str, Any]) -> None:
     crash_publishes(crash)
     runtime = await AgentRuntime.open(
         Deadly,
-        js,
-        settings,
+        into_jetstream(js, settings, SETTINGS),
         Path(order["directory"]),
         tenant=order["context"],
         workspace="default",

@@ -4,21 +4,17 @@ An unknown key, a wrong type or a value out of range is a `Fatal` with exit code
 A config type is a `msgspec.Struct` with `forbid_unknown_fields`, whose fields are scalars, lists, paths or such
 structs (also `| None`: a section that may be left out), each described by `msgspec.Meta(description=…)`. A secret
 inside a value is marked with `SECRET`.
-
-`reference` writes what a config type says of itself as Markdown, for the documents.
 """
 
 import os
 import tomllib
-import types
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec.inspect import is_struct_type
 
 from postroom.chassis.exits import Exit, Fatal
 
@@ -29,14 +25,6 @@ ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longes
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"
 _NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)
-_NAMES: Final = {
-    "str": "text",
-    "int": "integer",
-    "float": "number",
-    "bool": "true or false",
-    "Path": "path",
-    "datetime": "time",
-}
 
 
 class Setting(NamedTuple):
@@ -191,53 +179,3 @@ def _decode(wanted: type, value: Any) -> Any:
         except RuntimeError as error:  # no such user, or one without a home
             raise ValueError(f"Expected a path, got {value!r}, whose home directory is unknown") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
-
-
-def reference(config: type[msgspec.Struct], prefix: str | None) -> str:
-    """Describe every setting of `config` in a table, one row each; without a prefix no variable overrides them."""
-    lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
-    for setting in settings(config):
-        key = ".".join(setting.path)
-        words = [_name(setting.type)]
-        for meta in setting.meta:
-            bounds = (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt))
-            words += [f"{sign} {bound:,}" for sign, bound in bounds if bound is not None]
-            words += [] if meta.pattern is None else [f"`{meta.pattern}`"]
-        if setting.secret:
-            words[-1] += " (secret)"
-        default = f"`{setting.default}`"
-        if setting.default is msgspec.NODEFAULT:
-            default = "required"
-        elif setting.default is None or setting.default == []:
-            default = "-"
-        elif isinstance(setting.default, bool):
-            default = default.lower()
-        cells = (
-            f"`{key}`",
-            setting.description[:1].upper() + setting.description[1:].removesuffix("."),
-            ", ".join(words),
-            default,
-            "-" if prefix is None or _holds_tables(setting.type) else f"`{setting.variable(prefix)}`",
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _name(kind: Any) -> str:
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_name(part) for part in get_args(kind) if part is not type(None))
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(kind))
-    if _holds_tables(kind):
-        return "tables"
-    if origin is list:
-        return f"list of {_name(get_args(kind)[0])}"
-    if get_args(kind):  # Annotated
-        return _name(get_args(kind)[0])
-    return _NAMES[kind.__name__]
-
-
-def _holds_tables(kind: Any) -> bool:
-    """Tell whether a setting is a list of tables, as `[[streams]]`."""
-    return get_origin(kind) is list and is_struct_type(get_args(kind)[0])

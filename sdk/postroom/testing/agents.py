@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -30,7 +29,7 @@ from postroom._wire.message import refuse
 from postroom._wire.retry import Backoff
 from postroom.agent import Agent, Envelope, agent_name, check_agent, fill_subjects
 from postroom.delivery.agents.envelopes import ENTITY_ID, EXPECTED_VERSION
-from postroom.delivery.agents.outgoing import AgentCounters, StoreClaim, StoreSource, stored
+from postroom.delivery.agents.outgoing import AgentCounters, Clock, StoreClaim, StoreSource
 from postroom.delivery.agents.replay import replay
 from postroom.delivery.agents.runtime import AgentRuntime, database
 from postroom.delivery.agents.store import Owner, Store, decode_record, read_events
@@ -41,7 +40,6 @@ from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.settings import AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
 
-_MOST_BYTES: Final = 1024 * 1024  # of a payload: what NATS takes unless it is configured otherwise
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -165,16 +163,14 @@ class AgentCase:
 
     async def _open(self) -> None:
         assert self._directory is not None  # noqa: S101 - since it was entered
-        self._runtime = await AgentRuntime.open_with(
-            _Memory,
+        self._runtime = await AgentRuntime.open(
             self._agent,
+            _Memory,
             self._directory,
             tenant=self._tenant,
             workspace=self._workspace,
             settings=self._settings,
             attempts=self._attempts,
-            most_bytes=_MOST_BYTES,
-            clock=_now,
         )
         self._running = asyncio.create_task(self._runtime.run())
 
@@ -221,19 +217,14 @@ class AgentCase:
 class _Memory:
     """What JetStream is to the agent: whatever it is given is there at once, and marked so in the store."""
 
-    def __init__(self, store: Store, turns: Turns, owner: Owner, counters: AgentCounters) -> None:
-        del owner
-        self._source = StoreSource(store, turns, RecordSettings(), counters, _now)
+    most_bytes = 1024 * 1024  # what NATS takes unless it is configured otherwise
+
+    def __init__(self, store: Store, turns: Turns, _owner: Owner, counters: AgentCounters, clock: Clock) -> None:
+        self._source = StoreSource(store, turns, RecordSettings(), counters, clock)
         self._store = store
         self._turns = turns
         self._created_at = datetime.now(UTC)  # of the stream, which goes with its agent
         self._sequence = 0
-
-    async def recover(self) -> None:
-        async with self._turns.turn():
-            left = [stored(row) for row in await self._store.unpublished()]
-        async for _ in self.rounds(left):
-            pass
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -254,7 +245,3 @@ class _Memory:
             events = await self._store.run(lambda db: list(read_events(db, after)))
         records = [decode_record(event.record) for event in events]
         return [record.envelope for record in records if record.role in ("emitted", "reported")]
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000

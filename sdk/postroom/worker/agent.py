@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents.outgoing import into_jetstream
 from postroom.delivery.agents.replay import tell_stories
 from postroom.delivery.agents.runtime import AgentRuntime, check_events, database, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
@@ -107,12 +108,11 @@ async def open_agent(
         try:
             nats = await connect(settings, name=f"postroom-agent {agent_name(agent)}", patience=config.start_seconds)
             stack.push_async_callback(nats.close)
-            js = nats.jetstream()
+            js, directory = nats.jetstream(), state_directory(config, agent_name(agent))
             runtime = await AgentRuntime.open(
                 agent,
-                js,
-                settings,
-                state_directory(config, agent_name(agent)),
+                into_jetstream(js, settings, config.agent),
+                directory,
                 tenant=config.tenant,
                 workspace=config.workspace,
                 settings=config.agent,
@@ -123,8 +123,7 @@ async def open_agent(
             patience = Patience(config.start_seconds)
             consumers = await retrying(lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), patience)
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
-            store = database(state_directory(config, agent_name(agent)))
-            await tell_stories(nats, config.tenant, config.consumer(agent).durable, store)
+            await tell_stories(nats, config.tenant, config.consumer(agent).durable, database(directory))
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
         yield RunningAgent(agent=agent_name(agent), config=config, nats=nats, runtime=runtime, consumers=consumers)

@@ -19,19 +19,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import structlog
+from nats.js import JetStreamContext
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
-from postroom.delivery.agents.store import Losses, Mark, Store, Stored, decode_record, durably, payload_of
+from postroom.delivery.agents.store import Losses, Mark, Owner, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, letter_id
-from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.nats import connection_of, end_if_cancelled
 from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
 from postroom.delivery.publishing.publisher import Publisher
@@ -43,8 +44,11 @@ from postroom.errors import PostroomError
 _log = structlog.get_logger(__name__)
 
 _PAGE: Final = 1000  # rows that are forgotten in one turn
+_HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 _BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
 _MILLISECOND: Final = timedelta(milliseconds=1)
+
+Clock: TypeAlias = Callable[[], int]  # ms since the epoch
 
 
 @dataclass(slots=True)
@@ -111,9 +115,8 @@ class StoreSource:
     name = "messages"
 
     def __init__(
-        self, store: Store, turns: Turns, settings: RecordSettings, counters: AgentCounters, clock: Callable[[], int]
+        self, store: Store, turns: Turns, settings: RecordSettings, counters: AgentCounters, clock: Clock
     ) -> None:
-        """`clock` gives ms since the epoch."""
         self._store = store
         self._turns = turns
         self._keep = timedelta(days=settings.keep_days)
@@ -205,37 +208,31 @@ class AgentPublisher:
         self,
         store: Store,
         turns: Turns,
+        owner: Owner,
+        counters: AgentCounters,
+        clock: Clock,
+        *,
         nats: NatsSettings,
         settings: AgentSettings,
-        *,
-        agent: str,
-        context: str,
-        counters: AgentCounters,
-        clock: Callable[[], int],
+        most_bytes: int,
     ) -> None:
-        """`clock` gives ms since the epoch."""
+        """`most_bytes` is the largest payload that JetStream takes."""
         kept = RecordSettings(horizon_days=settings.horizon_days, keep_days=settings.keep_days)
         self._source = StoreSource(store, turns, kept, counters, clock)
+        self.most_bytes = most_bytes
         self.record = Record([self._source], kept)
         self.publisher = Publisher(
             self._source,
             PublisherSettings(ack_seconds=settings.publish_seconds),
             nats,
-            name=f"postroom-agent {agent} publisher",
+            name=f"postroom-agent {owner.agent} publisher",
             opened=self._compare,
             rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
         )
         self._store = store
         self._turns = turns
         self._settings = settings
-        self._context = context
-
-    async def recover(self) -> None:
-        """Publish what an earlier process left unpublished."""
-        async with self._turns.turn():
-            left = [stored(row) for row in await self._store.unpublished()]
-        async for _ in self.rounds(left):
-            pass
+        self._context = owner.tenant
 
     async def run(self) -> None:
         """Compare the streams with the store and publish what they lost, again and again, until cancelled."""
@@ -290,3 +287,9 @@ class AgentPublisher:
     async def _compare(self, link: Link) -> None:
         await self.record.compare(link)
         await self._source.note_handled(link)
+
+
+def into_jetstream(js: JetStreamContext, nats: NatsSettings, settings: AgentSettings) -> partial[AgentPublisher]:
+    """Return what makes the publisher of an agent's store."""
+    most_bytes = connection_of(js).max_payload - _HEADER_BYTES
+    return partial(AgentPublisher, nats=nats, settings=settings, most_bytes=most_bytes)

@@ -42,7 +42,7 @@ from postroom.delivery.agents.envelopes import (
     to_microseconds,
     unread,
 )
-from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, emitted, stored
+from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, Clock, emitted, stored
 from postroom.delivery.agents.replay import Differs, Memory, empty, rebuild
 from postroom.delivery.agents.store import (
     Attempt,
@@ -74,9 +74,8 @@ from postroom.delivery.consumer import (
     processing,
 )
 from postroom.delivery.errors import NATS_ERRORS, from_nats
-from postroom.delivery.nats import connection_of
 from postroom.delivery.publishing import Outgoing
-from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
+from postroom.delivery.settings import AgentSettings, ConsumerSettings
 from postroom.delivery.streams import all_streams, covers
 from postroom.errors import NotFound
 
@@ -86,7 +85,6 @@ _FINISHING: Final = 8  # groups that may be on their way out at once
 _ERROR_CHARACTERS: Final = 500
 _TYPE: Final = "any-type"  # stands for each in a subject; no event is called so
 _VERSION: Final = "any-version"
-_HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 _UNTRIED: Final = Tried(0, "")
 _REFUSED: Final = Dead("refused", "the message is of another tenant or workspace than the agent")
 
@@ -94,8 +92,7 @@ _REFUSED: Final = Dead("refused", "the message is of another tenant or workspace
 class Outlet(Protocol):
     """Where the messages of an agent go: into JetStream (`AgentPublisher`)."""
 
-    async def recover(self) -> None:
-        """Publish what an earlier process left unpublished."""
+    most_bytes: int  # of a payload
 
     async def run(self) -> None:
         """Publish again what was lost, until cancelled."""
@@ -108,7 +105,7 @@ class Outlet(Protocol):
         """Publish nothing more."""
 
 
-Publishing: TypeAlias = Callable[[Store, Turns, Owner, AgentCounters], Outlet]
+Publishing: TypeAlias = Callable[[Store, Turns, Owner, AgentCounters, Clock], Outlet]
 
 
 class AgentRuntime:
@@ -122,13 +119,12 @@ class AgentRuntime:
         agent: Agent[Any],
         store: Store,
         turns: Turns,
-        settings: AgentSettings,
-        *,
-        publishing: Publishing,
-        most_bytes: int,
         underway: Underway,
+        publishing: Publishing,
+        *,
+        settings: AgentSettings,
         attempts: Attempts,
-        clock: Callable[[], int],
+        clock: Clock,
     ) -> None:
         self.counters = AgentCounters()
         self._agent = agent
@@ -140,9 +136,9 @@ class AgentRuntime:
         self._settings = settings
         self._attempts = attempts
         self._clock = clock
-        self.publisher = publishing(store, turns, self._owner, self.counters)
+        self.publisher = publishing(store, turns, self._owner, self.counters, clock)
         self._memory = empty(agent)
-        emitter = Emitter(type(agent), self._owner, most_bytes)
+        emitter = Emitter(type(agent), self._owner, self.publisher.most_bytes)
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
@@ -153,61 +149,21 @@ class AgentRuntime:
     async def open(
         cls,
         agent_class: type[Agent[Any]],
-        js: JetStreamContext,
-        nats: NatsSettings,
-        directory: Path,
-        *,
-        tenant: str,
-        workspace: str,
-        settings: AgentSettings,
-        attempts: Attempts,
-        clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> Self:
-        """Open the agent's store in `directory` and build its state; `clock` gives ms since the epoch.
-
-        `attempts` says how often a message is attempted; its sender may have said less.
-        Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
-        """
-
-        def publishing(store: Store, turns: Turns, owner: Owner, counters: AgentCounters) -> AgentPublisher:
-            return AgentPublisher(
-                store,
-                turns,
-                nats,
-                settings,
-                agent=owner.agent,
-                context=owner.tenant,
-                counters=counters,
-                clock=clock,
-            )
-
-        return await cls.open_with(
-            publishing,
-            agent_class,
-            directory,
-            tenant=tenant,
-            workspace=workspace,
-            settings=settings,
-            attempts=attempts,
-            most_bytes=connection_of(js).max_payload - _HEADER_BYTES,
-            clock=clock,
-        )
-
-    @classmethod
-    async def open_with(
-        cls,
         publishing: Publishing,
-        agent_class: type[Agent[Any]],
         directory: Path,
         *,
         tenant: str,
         workspace: str,
         settings: AgentSettings,
         attempts: Attempts,
-        most_bytes: int,
-        clock: Callable[[], int],
+        clock: Clock = lambda: time.time_ns() // 1_000_000,
     ) -> Self:
-        """Do as `open` does, whatever publishes; no payload may have more than `most_bytes`."""
+        """Open the agent's store in `directory` and build its state.
+
+        `publishing` makes what publishes from it (`into_jetstream`); `attempts` says how often a message is attempted,
+        of which its sender may have said less. Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or
+        does not say what it said.
+        """
         check_agent(agent_class)
         agent = agent_class()
         agent.tenant, agent.workspace = tenant, workspace
@@ -216,19 +172,10 @@ class AgentRuntime:
             undo.callback(turns.close)
             undo.callback(underway.close)
             async with turns.turn():
-                owner = Owner(agent_name(agent_class), tenant, workspace)
-                store = await Store.open(database(directory), owner)
+                store = await Store.open(database(directory), Owner(agent_name(agent_class), tenant, workspace))
                 undo.push_async_callback(store.close)
                 runtime = cls(
-                    agent,
-                    store,
-                    turns,
-                    settings,
-                    publishing=publishing,
-                    most_bytes=most_bytes,
-                    underway=underway,
-                    attempts=attempts,
-                    clock=clock,
+                    agent, store, turns, underway, publishing, settings=settings, attempts=attempts, clock=clock
                 )
                 try:
                     runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
@@ -281,7 +228,7 @@ class AgentRuntime:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.publisher.recover())
+                tasks.create_task(self._recover())
                 tasks.create_task(self.publisher.run())
                 while True:
                     await self._wake.wait()
@@ -289,6 +236,13 @@ class AgentRuntime:
                     tasks.create_task(self._finish(await self._take_turn()))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _recover(self) -> None:
+        """Publish what an earlier process left unpublished."""
+        async with self._turns.turn():
+            left = [stored(row) for row in await self._store.unpublished()]
+        async for _ in self.publisher.rounds(left):
+            pass
 
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
