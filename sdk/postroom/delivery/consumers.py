@@ -5,7 +5,8 @@ they are kept, watched, counted, and stopped.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import astuple
 from typing import Final, Generic, Protocol, TypeVar
@@ -51,7 +52,7 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept", bound=RunningConsumer)
 
 
-class Consumers(Generic[Key, Kept]):
+class Consumers(ABC, Generic[Key, Kept]):
     """The consumers of one program by key: `run` as a task, `begin` and `end` from within a look."""
 
     def __init__(self, nats: NatsSettings, *, name: str, check_seconds: float) -> None:
@@ -67,14 +68,18 @@ class Consumers(Generic[Key, Kept]):
         self._stop = asyncio.Event()
         self._stopped = asyncio.Event()
 
-    async def run(self, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
+    @abstractmethod
+    async def look(self, js: JetStreamContext) -> None:
+        """Begin what is missing, and end what is gone."""
+
+    async def run(self) -> None:
         """Look until `stop`; NATS or Postgres away ends one look, no more. Raises what a consumer ended with."""
         connecting = asyncio.create_task(connect(self._nats, name=self._name))
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if connecting.done():
-                await self._keep_looking(connecting.result(), look)
+                await self._keep_looking(connecting.result())
         finally:
             await end({connecting, stopping})
             self._stopped.set()
@@ -113,12 +118,12 @@ class Consumers(Generic[Key, Kept]):
             return self._unseen
         return troubles[0] if len(troubles) == 1 else f"{troubles[0]} (and {len(troubles) - 1} more)"
 
-    async def _keep_looking(self, connection: Client, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
+    async def _keep_looking(self, connection: Client) -> None:
         try:
             while not self._stop.is_set():
                 self._collect_what_ended()
                 try:
-                    await look(connection.jetstream())
+                    await self.look(connection.jetstream())
                     self._unseen = None
                 except _PASSING as error:
                     self._unseen = f"{type(error).__name__}: {error}"

@@ -263,26 +263,12 @@ def load_config(
     if config.database_url is None and (config.flows or not (config.sources or config.consumers or config.agents)):
         variable = f"{PREFIX}DATABASE_URL"
         raise Fatal(Exit.CONFIG, f"database_url is not set: give one with --config FILE, or set {variable}")
-    if config.record.keep_days < config.record.horizon_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"record.keep_days ({config.record.keep_days:g}) is shorter than record.horizon_days "
-            f"({config.record.horizon_days:g}): messages that may have to be published again must be kept",
-        )
+    horizon = "record.horizon_days", config.record.horizon_days
+    _check_kept("record.keep_days", config.record.keep_days, *horizon)
     check_webhooks(config.webhooks)
-    if config.once.keep_days < config.record.horizon_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"once.keep_days ({config.once.keep_days:g}) is shorter than record.horizon_days "
-            f"({config.record.horizon_days:g}): messages that are published again would be handled again",
-        )
-    if config.webhooks.inbox.horizon_days < config.record.horizon_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"webhooks.inbox.horizon_days ({config.webhooks.inbox.horizon_days:g}) is shorter than "
-            f"record.horizon_days ({config.record.horizon_days:g}): messages that are "
-            "published again would be posted again",
-        )
+    _check_kept("once.keep_days", config.once.keep_days, *horizon, "handled")
+    inbox = config.webhooks.inbox
+    _check_kept("webhooks.inbox.horizon_days", inbox.horizon_days, *horizon, "posted")
     _check_parts(config)
     return config
 
@@ -383,12 +369,17 @@ def _check_consumer(config: ConsumerSection) -> None:
 
 
 def _check_agent(config: AgentSection) -> None:
-    if config.agent.keep_days < config.agent.horizon_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"agent.keep_days ({config.agent.keep_days:g}) is shorter than agent.horizon_days "
-            f"({config.agent.horizon_days:g}): messages that may have to be published again must be kept",
-        )
+    agent = config.agent
+    _check_kept("agent.keep_days", agent.keep_days, "agent.horizon_days", agent.horizon_days)
+
+
+def _check_kept(key: str, days: float, least_key: str, least: float, twice: str = "") -> None:
+    """Raise `Fatal` (78) where days are fewer than those of another setting: messages would be `twice` again."""
+    if days < least:
+        why = "messages that may have to be published again must be kept"
+        if twice:
+            why = f"messages that are published again would be {twice} again"
+        raise Fatal(Exit.CONFIG, f"{key} ({days:g}) is shorter than {least_key} ({least:g}): {why}")
 
 
 def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str] = os.environ) -> Path:

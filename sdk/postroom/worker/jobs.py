@@ -283,8 +283,8 @@ def _read(delivery: Delivery) -> Meaning | Dead:
         return Dead("invalid_job_message", f"{delivery.message_id} cannot be read: {error}")
 
 
-class Jobs:
-    """The flows of one worker: `run` it as a task."""
+class Jobs(Consumers[tuple[str, str], Consumer]):
+    """The flows of one worker, by flow and mesh: `run` it as a task."""
 
     def __init__(
         self,
@@ -296,36 +296,16 @@ class Jobs:
         emitted: Callable[[], None],
     ) -> None:
         """Call `emitted` whenever a step may have written an event."""
+        super().__init__(nats, name="postroom-worker jobs", check_seconds=settings.check_seconds)
         self.engines = {
             flow.name: Engine(pool, flow, lease=timedelta(seconds=settings.lease_seconds)) for flow in flows
         }
-        self._consumers: Consumers[tuple[str, str], Consumer] = Consumers(  # by flow and mesh
-            nats, name="postroom-worker jobs", check_seconds=settings.check_seconds
-        )
         self._pool = pool
         self._settings = settings
         self._emitted = emitted
         self._slots = asyncio.Semaphore(settings.steps_at_once)
 
-    async def run(self) -> None:
-        """Run jobs until `stop`; NATS or Postgres away ends one look, no more."""
-        await self._consumers.run(self._look)
-
-    async def stop(self) -> None:
-        """Begin no further step, and wait for those under way."""
-        await self._consumers.stop()
-
-    @property
-    def running(self) -> Mapping[tuple[str, str], Consumer]:
-        """What is consumed, by flow and mesh."""
-        return self._consumers.running
-
-    @property
-    def trouble(self) -> str | None:
-        """What keeps messages from arriving; None where nothing does."""
-        return self._consumers.trouble
-
-    async def _look(self, js: JetStreamContext) -> None:
+    async def look(self, js: JetStreamContext) -> None:
         """Begin what is missing, bring back what waits for an activity, and ask again for what is overdue."""
         for place in await find_places(self._pool, list(self.engines)):
             if (place.flow, place.mesh) not in self.running:
@@ -341,7 +321,7 @@ class Jobs:
             return  # nobody has declared it yet: the next look will find it
         handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
         consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
-        self._consumers.begin((place.flow, place.mesh), consumer)
+        self.begin((place.flow, place.mesh), consumer)
         _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
 
     def _consumer(self, stream: str, place: Place) -> ConsumerSettings:

@@ -10,13 +10,12 @@ from datetime import datetime
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from postroom._wire.unpublished import Durable
+from postroom._wire.unpublished import Durable, SourceBacklog
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import HttpHandler
-from postroom.delivery.http.inbox_messages import Backlog as InboxBacklog
+from postroom.delivery.http.inbox_messages import Backlog
 from postroom.delivery.http.webhooks import Webhooks
-from postroom.delivery.publishing.postgres import Backlog
 from postroom.delivery.publishing.publisher import Publisher
 from postroom.delivery.publishing.record import Record
 from postroom.worker.jobs import Jobs
@@ -26,7 +25,7 @@ from postroom.worker.orphans import OrphanCheck
 def of_publication(
     publishers: Sequence[Publisher],
     record: Record,
-    backlogs: Mapping[str, Backlog],
+    backlogs: Mapping[str, SourceBacklog],
     durables: Sequence[Durable],
     *,
     webhooks: Webhooks | None,
@@ -101,7 +100,7 @@ def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
 
 
 def of_consumer(
-    consumer: ConsumerCounters, handler: HttpHandler, in_hand: int, backlog: InboxBacklog | None
+    consumer: ConsumerCounters, handler: HttpHandler, in_hand: int, backlog: Backlog | None
 ) -> list[Metric]:
     """Return every metric of a consumer; without a backlog where Postgres could not tell it."""
     counters, reach = handler.counters, handler.reach

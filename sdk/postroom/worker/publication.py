@@ -16,6 +16,7 @@ import asyncpg
 import structlog
 from prometheus_client.core import Metric
 
+from postroom._wire.unpublished import SourceBacklog
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import (
     UNREACHABLE,
@@ -33,7 +34,7 @@ from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.programs import latency_totals
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, PostgresSource, sources_of
 from postroom.delivery.publishing.publisher import Bell, Publisher
 from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import networks_of
@@ -100,7 +101,7 @@ class Publication:
         """Return what somebody should look at although it works."""
         return [] if self.orphan_check is None else self.orphan_check.reasons()
 
-    async def backlogs(self) -> dict[str, Backlog]:
+    async def backlogs(self) -> dict[str, SourceBacklog]:
         """Ask every source for its backlog; none where Postgres cannot be asked."""
         try:
             return {source.name: await source.backlog() for source in self.sources}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from nats.js import JetStreamContext
@@ -29,17 +30,27 @@ class Reckoning:
         self._stopped.set()
 
 
+class Looked(Consumers[str, Reckoning]):
+    """Consumers that a test looks after."""
+
+    looks: Callable[[], Awaitable[None]]
+
+    async def look(self, js: JetStreamContext) -> None:
+        del js
+        await self.looks()
+
+
 @pytest.fixture
-def consumers(nats_url: str) -> Consumers[str, Reckoning]:
-    return Consumers(NatsSettings(url=nats_url), name="test", check_seconds=0.01)
+def consumers(nats_url: str) -> Looked:
+    return Looked(NatsSettings(url=nats_url), name="test", check_seconds=0.01)
 
 
 async def test_what_has_ended_still_counts_and_a_look_that_fails_is_followed_by_another(
-    consumers: Consumers[str, Reckoning],
+    consumers: Looked,
 ) -> None:
     looks = 0
 
-    async def look(_js: JetStreamContext) -> None:
+    async def look() -> None:
         nonlocal looks
         looks += 1
         match looks:
@@ -54,15 +65,17 @@ async def test_what_has_ended_still_counts_and_a_look_that_fails_is_followed_by_
                 stopping.append(asyncio.create_task(consumers.stop()))
 
     stopping: list[asyncio.Task[None]] = []
-    await consumers.run(look)
+    consumers.looks = look
+    await consumers.run()
     await stopping[0]
     assert (consumers.running, consumers.counters.done) == ({}, 5)
 
 
-async def test_a_consumer_that_ends_by_itself_ends_the_program(consumers: Consumers[str, Reckoning]) -> None:
-    async def look(_js: JetStreamContext) -> None:
+async def test_a_consumer_that_ends_by_itself_ends_the_program(consumers: Looked) -> None:
+    async def look() -> None:
         if not consumers.running:
             consumers.begin("broken", Reckoning(0, RuntimeError("it broke")))
 
+    consumers.looks = look
     with pytest.raises(RuntimeError, match="it broke"):
-        await consumers.run(look)
+        await consumers.run()

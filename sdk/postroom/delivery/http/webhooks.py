@@ -8,7 +8,7 @@ too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -161,13 +161,11 @@ class SinceRegistered:
         await self._handler.handle(wanted, settle)
 
 
-class Webhooks:
-    """The webhooks of one database: `run` it as a task."""
+class Webhooks(Consumers[str, WebhookConsumer]):
+    """The webhooks of one database, by id: `run` it as a task."""
 
     def __init__(self, pool: Pool, nats: NatsSettings, settings: WebhookSettings, guard: Guard) -> None:
-        self._consumers: Consumers[str, WebhookConsumer] = Consumers(  # by the webhook's id
-            nats, name="postroom-worker webhooks", check_seconds=settings.check_seconds
-        )
+        super().__init__(nats, name="postroom-worker webhooks", check_seconds=settings.check_seconds)
         self.took = Histogram(LATENCIES)  # of all of them
         self._pool = pool
         self._settings = settings
@@ -176,36 +174,13 @@ class Webhooks:
         self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
         self._block: int | None = 0  # of the inbox, where to go on looking for rows of webhooks that are gone
 
-    async def run(self) -> None:
-        """Deliver until `stop`; NATS or Postgres away ends one look, no more."""
-        await self._consumers.run(self._look)
-
-    async def stop(self) -> None:
-        """Begin no further request, and wait for those under way."""
-        await self._consumers.stop()
-
-    @property
-    def running(self) -> Mapping[str, WebhookConsumer]:
-        """Those that are delivered to, by id."""
-        return self._consumers.running
-
-    @property
-    def counters(self) -> ConsumerCounters:
-        """What all of them have done since the start."""
-        return self._consumers.counters
-
-    @property
-    def trouble(self) -> str | None:
-        """What keeps messages from arriving; None where nothing does."""
-        return self._consumers.trouble
-
-    async def _look(self, js: JetStreamContext) -> None:
+    async def look(self, js: JetStreamContext) -> None:
         """Begin what is new, end what is gone, delete what was left."""
         wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         if self._strays is None:
             self._strays = await self._find_strays(js)
         for key in self.running.keys() - wanted.keys():
-            gone = await self._consumers.end(key)
+            gone = await self.end(key)
             _log.info("webhook_ended", webhook=key)
             self._strays.add((gone.stream, gone.webhook.durable))
         for key in wanted.keys() - self.running.keys() - self._unusable:
@@ -227,7 +202,7 @@ class Webhooks:
                 self._unusable.add(key)
                 _log.error("webhook_unusable", webhook=key, error=str(error))
                 continue
-            self._consumers.begin(key, begun)
+            self.begin(key, begun)
             _log.info("webhook_begun", webhook=key, stream=stream)
         for stream, durable in list(self._strays):
             with suppress(NotFoundError):

@@ -48,14 +48,6 @@ _WORD: Final = re.compile(r"(?<![:\w]):([a-z]+)\b")
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Backlog(msgspec.Struct, frozen=True):
-    """How much waits to be published, since when, how much failed before (docs/contract/delivery.md#delivery-20)."""
-
-    count: int
-    oldest_at: datetime | None
-    failing: int
-
-
 @dataclass(frozen=True)
 class Table:
     """One table: its queries, what sorts before each of its aggregates, and how a row becomes a message."""
@@ -197,11 +189,9 @@ class PostgresSource:
             self._quiet = not found
             yield PostgresClaim(self, connection, [self.table.outgoing(row) for row in rows], more=more)
 
-    async def backlog(self, context: str | None = None) -> Backlog:
-        """Ask for the backlog of one context, or of all."""
-        row = await self.pool.fetchrow(self.table.queries["backlog"], context)
-        assert row is not None  # noqa: S101 - aggregates without groups always have a row
-        return Backlog(**row)
+    async def backlog(self, context: str | None = None) -> SourceBacklog:
+        """Return what waits to be published, of one context or of all."""
+        return await _backlog(self.pool, self.table, context)
 
     async def now(self) -> datetime:
         """Return the time of the database."""
@@ -322,8 +312,13 @@ async def list_backlogs(
     connection: Connection, context: str | None = None, *, tables: Sequence[Table] = TABLES
 ) -> list[SourceBacklog]:
     """Return what waits to be published of each table, of one context or of all."""
-    found = [(table, await connection.fetchrow(table.queries["backlog"], context)) for table in tables]
-    return [SourceBacklog(source=table.name, **dict(row)) for table, row in found if row is not None]
+    return [await _backlog(connection, table, context) for table in tables]
+
+
+async def _backlog(database: Pool | Connection, table: Table, context: str | None) -> SourceBacklog:
+    row = await database.fetchrow(table.queries["backlog"], context)
+    assert row is not None  # noqa: S101 - aggregates without groups always have a row
+    return SourceBacklog(source=table.name, **dict(row))
 
 
 async def redrive(
