@@ -417,9 +417,11 @@ def metrics() -> str:
         ),
         consumer=_table(
             worker.of_consumer(
-                ConsumerCounters(),
-                SimpleNamespace(counters=HandlerCounters(), reach=Reach("")),
-                0,
+                SimpleNamespace(
+                    counters=ConsumerCounters(),
+                    handler=SimpleNamespace(counters=HandlerCounters(), reach=Reach("")),
+                    in_hand=0,
+                ),
                 Backlog(messages=0, oldest_at=None),
             )
         ),

@@ -43,7 +43,7 @@ def dying(step: str, count: int, when: str, work: Callable[..., Awaitable[Any]])
 async def main(file: Path, when: str, count: int) -> None:
     config = load_consumer_config(file, {})
     async with open_consumer(config, worker_of(config)) as services:
-        handler, inbox = services.handler, services.inbox
+        handler, inbox = services.consumer.handler, services.consumer.inbox
         inbox.claim = dying("claim", count, when, inbox.claim)  # type: ignore[method-assign]
         inbox.settle = dying("settle", count, when, inbox.settle)  # type: ignore[method-assign]
         handler._client.call = dying("call", count, when, handler._client.call)  # type: ignore[method-assign]

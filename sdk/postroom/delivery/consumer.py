@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from random import Random
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 from nats.aio.msg import Msg
@@ -46,7 +46,6 @@ __all__ = [
     "Done",
     "Handler",
     "Later",
-    "Limits",
     "Outcome",
     "Settle",
     "processing",
@@ -107,15 +106,6 @@ def processing(delivery: Delivery, consumer: str, attempt: int) -> spans.Span:
     )
 
 
-@runtime_checkable
-class Limits(Protocol):
-    """A handler that at times wants fewer messages than the consumer may have in hand."""
-
-    @property
-    def room(self) -> int | None:
-        """How many messages are of use now; None sets no limit, 0 pauses the consumer."""
-
-
 @dataclass(slots=True)
 class ConsumerCounters:
     """What a consumer has done since it started, for metrics."""
@@ -159,11 +149,12 @@ class Consumer:
         self.counters = ConsumerCounters()
         self._settings = settings
         self._handler = handler
-        self._limits = handler if isinstance(handler, Limits) else None
         self._dead_letters = dead_letters
         self.took = took or Histogram(LATENCIES)  # how many seconds before it was done each message happened
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
-        self._pull = Pull(js, settings, stream, room=self._room, paused=self._paused, receive=self._receive)
+        self._pull = Pull(
+            js, settings, stream, room=self._room, paused=lambda: self.room is not None, receive=self._receive
+        )
         self._held: dict[int, _Held] = {}  # by sequence, all of one epoch
         self._epoch: datetime | None = None
         self._queue: deque[_Held] = deque()
@@ -199,6 +190,11 @@ class Consumer:
         await self._finish()
 
     @property
+    def room(self) -> int | None:
+        """How many messages the handler has use for now; None sets no limit, 0 pauses the consumer."""
+        return None
+
+    @property
     def durable(self) -> str:
         """The name that it has in JetStream."""
         return self._settings.durable
@@ -218,12 +214,8 @@ class Consumer:
             await asyncio.wait(self._handling)
 
     def _room(self) -> int:
-        most = self._settings.max_ack_pending
-        wanted = None if self._limits is None else self._limits.room
+        most, wanted = self._settings.max_ack_pending, self.room
         return (most if wanted is None else min(most, wanted)) - len(self._held)
-
-    def _paused(self) -> bool:
-        return self._limits is not None and self._limits.room is not None
 
     def _receive(self, message: Msg, epoch: datetime) -> None:
         """Take a message in hand; one that is in hand already only tells where its ack goes now."""

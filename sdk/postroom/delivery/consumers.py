@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import astuple
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import asyncpg
 import structlog
@@ -19,7 +19,7 @@ from nats.js import JetStreamContext
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE
 from postroom.chassis.runtime import end
-from postroom.delivery.consumer import ConsumerCounters
+from postroom.delivery.consumer import Consumer, ConsumerCounters
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
@@ -30,26 +30,8 @@ _log = structlog.get_logger(__name__)
 _PASSING: Final = (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS)  # the next look may be better
 
 
-class RunningConsumer(Protocol):
-    """What is kept here: a `Consumer`, or what has one."""
-
-    @property
-    def counters(self) -> ConsumerCounters:
-        """What it has done since it began."""
-
-    @property
-    def trouble(self) -> str | None:
-        """What keeps messages from arriving; None where nothing does."""
-
-    async def run(self) -> None:
-        """Consume until stopped."""
-
-    async def stop(self) -> None:
-        """Begin nothing more, and wait for what is under way."""
-
-
 Key = TypeVar("Key", bound=Hashable)
-Kept = TypeVar("Kept", bound=RunningConsumer)
+Kept = TypeVar("Kept", bound=Consumer)
 
 
 class Consumers(ABC, Generic[Key, Kept]):
@@ -150,7 +132,7 @@ class Consumers(ABC, Generic[Key, Kept]):
                 del self._tasks[key]
 
 
-async def run_alone(consumer: RunningConsumer) -> None:
+async def run_alone(consumer: Consumer) -> None:
     """Run a consumer that a program is there for; raises `Fatal` where it may not go on."""
     try:
         await consumer.run()

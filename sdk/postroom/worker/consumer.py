@@ -16,15 +16,12 @@ from prometheus_client.core import Metric
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool
-from postroom.delivery.consumer import Attempts, Consumer
+from postroom.delivery.consumer import Consumer
 from postroom.delivery.consumers import run_alone
-from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient
-from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler
+from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.http.inbox_messages import (
     Backlog,
-    InboxMessages,
-    InboxRetention,
     get_inbox_backlog,
     open_inbox_pool,
 )
@@ -48,10 +45,7 @@ class HttpConsumer:
     config: ConsumerSection
     pool: Pool
     nats: Client
-    inbox: InboxMessages
-    handler: HttpHandler
-    consumer: Consumer
-    retention: InboxRetention
+    consumer: PostingConsumer
     flows: ClassVar[Collection[str]] = ()
 
     @property
@@ -73,8 +67,8 @@ class HttpConsumer:
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""
         nats = [] if self.nats.is_connected else ["nats_unavailable"]
-        postgres = ["database_unavailable"] if self.inbox.waiting_for_postgres else []
-        troubles = (self.handler.reach.error, self.consumer.trouble)
+        postgres = ["database_unavailable"] if self.consumer.inbox.waiting_for_postgres else []
+        troubles = (self.consumer.handler.reach.error, self.consumer.trouble)
         return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
 
     async def backlog(self) -> Backlog | None:
@@ -90,16 +84,15 @@ class HttpConsumer:
 
     async def metrics(self) -> list[Metric]:
         """Return its metrics."""
-        consumer = self.consumer
-        return of_consumer(consumer.counters, self.handler, consumer.in_hand, await self.backlog())
+        return of_consumer(self.consumer, await self.backlog())
 
     async def status(self) -> str:
         """Say what waits, and whether calls pause."""
         backlog = await self.backlog()
         waiting = "an unknown number of messages" if backlog is None else counted(backlog.messages, "message")
-        running = self.handler.counters.calls_under_way
-        paused = "" if self.handler.reach.error is None else f"; paused: {self.handler.reach.error}"
-        return f"{waiting} waiting, {running} being handled{paused}"
+        handler = self.consumer.handler
+        paused = "" if handler.reach.error is None else f"; paused: {handler.reach.error}"
+        return f"{waiting} waiting, {handler.counters.calls_under_way} being handled{paused}"
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""
@@ -107,14 +100,10 @@ class HttpConsumer:
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return what runs until the stop, by name."""
-        return {
-            "consumer": run_alone(self.consumer),
-            "retention": self.retention.run(),
-        }
+        return {"consumer": run_alone(self.consumer), "retention": self.consumer.retention.run()}
 
     async def finish(self) -> None:
         """Take nothing more, begin no further call, and wait for those under way."""
-        self.handler.stop()
         await self.consumer.stop()
 
 
@@ -130,28 +119,20 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
         stack.push_async_callback(close_pool, pool)
         nats = await _connected(worker.nats, config.streams, name)
         stack.push_async_callback(nats.close)
-        inbox = InboxMessages(pool, settings.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
-        handler = HttpHandler(
-            inbox,
-            client,
-            attempts=Attempts(settings.max_deliver, settings.backoff.schedule),
-            calls_at_once=config.handler.calls_at_once,
-        )
-        js = nats.jetstream()
         # The calls are limited, not the batches: one slow call holds up nothing but its own place.
         unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
-        consumer = Consumer(js, unlimited, handler, RecordedLetters(pool, config.context), stream=config.stream)
-        await _declare(consumer)
-        retention = InboxRetention(pool, js, stream=settings.stream, durable=settings.durable, settings=config.inbox)
-        yield HttpConsumer(
-            config=config,
-            pool=pool,
-            nats=nats,
-            inbox=inbox,
-            handler=handler,
-            consumer=consumer,
-            retention=retention,
+        consumer = PostingConsumer(
+            nats.jetstream(),
+            unlimited,
+            pool,
+            client,
+            mesh=config.context,
+            calls_at_once=config.handler.calls_at_once,
+            keep=config.inbox,
+            stream=config.stream,
         )
+        await _declare(consumer)
+        yield HttpConsumer(config=config, pool=pool, nats=nats, consumer=consumer)
 
 
 async def _declare(consumer: Consumer) -> None:

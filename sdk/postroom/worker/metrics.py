@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from postroom._wire.unpublished import Durable, SourceBacklog
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
-from postroom.delivery.http.handler import HttpHandler
+from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.http.inbox_messages import Backlog
 from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.publishing.publisher import Publisher
@@ -53,7 +53,7 @@ def of_publication(
     ]
     families += _of_durables(durables)
     if webhooks is not None:
-        away = sum(webhook.reach.error is not None for webhook in webhooks.running.values())
+        away = sum(webhook.handler.reach.error is not None for webhook in webhooks.running.values())
         outcomes = asdict(webhooks.counters)
         families += [
             _gauge("worker_webhooks", "Webhooks that messages are posted to.", len(webhooks.running)),
@@ -99,16 +99,14 @@ def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
     return families
 
 
-def of_consumer(
-    consumer: ConsumerCounters, handler: HttpHandler, in_hand: int, backlog: Backlog | None
-) -> list[Metric]:
+def of_consumer(consumer: PostingConsumer, backlog: Backlog | None) -> list[Metric]:
     """Return every metric of a consumer; without a backlog where Postgres could not tell it."""
-    counters, reach = handler.counters, handler.reach
+    counters, reach = consumer.handler.counters, consumer.handler.reach
     reachable = "0 while calls pause because the handler is unreachable"
     away = "How long the handler has been unreachable"
     families = [
-        _counter("consumer_deliveries", "Deliveries by outcome, since the start", "outcome", asdict(consumer)),
-        _gauge("consumer_in_hand", "Messages claimed", in_hand),
+        _counter("consumer_deliveries", "Deliveries by outcome, since the start", "outcome", asdict(consumer.counters)),
+        _gauge("consumer_in_hand", "Messages claimed", consumer.in_hand),
         _counter("consumer_calls", "Calls of the handler by its answer", "answer", counters.answers),
         counters.call_seconds.family("postroom_consumer_call_seconds", "Time of a call"),
         _gauge("consumer_calls_under_way", "Calls running", counters.calls_under_way),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from postroom.delivery.http import handler
 from postroom.delivery.http.handler import PAUSES, Reach
-from postroom.delivery.http.webhooks import SinceRegistered
+from postroom.delivery.http.webhooks import WebhookConsumer
 
 
 def test_calls_pause_longer_each_time_and_one_at_a_time_finds_out_whether_somebody_is_there_again(
@@ -37,5 +36,6 @@ def test_calls_pause_longer_each_time_and_one_at_a_time_finds_out_whether_somebo
 
 @pytest.mark.parametrize("room", [None, 0, 1])
 def test_a_webhook_has_the_room_of_its_handler(room: int | None) -> None:
-    behind: Any = SimpleNamespace(room=room)
-    assert SinceRegistered(behind, datetime.now(UTC)).room == room
+    consumer: Any = object.__new__(WebhookConsumer)
+    consumer.handler = SimpleNamespace(reach=SimpleNamespace(room=room))
+    assert consumer.room == room

@@ -27,13 +27,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from datetime import datetime
 from typing import Final
 
 import structlog
+from nats.js import JetStreamContext
 
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
-from postroom.chassis.postgres import REFUSED
+from postroom.chassis.postgres import REFUSED, Pool
 from postroom.chassis.routes import Histogram
 from postroom.claims import Claim, Held
 from postroom.claims.leases import LeaseLost
@@ -42,6 +44,7 @@ from postroom.delivery.consumer import (
     DONE,
     MAX_DELIVER,
     Attempts,
+    Consumer,
     Dead,
     Done,
     Later,
@@ -49,10 +52,12 @@ from postroom.delivery.consumer import (
     Settle,
     processing,
 )
+from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient, judge
-from postroom.delivery.http.inbox_messages import InboxMessages
+from postroom.delivery.http.inbox_messages import InboxMessages, InboxRetention
 from postroom.delivery.http.requests import Incoming, Malformed, posted, read
 from postroom.delivery.message import Delivery
+from postroom.delivery.settings import ConsumerSettings, InboxSettings, StreamSettings
 
 _log = structlog.get_logger(__name__)
 
@@ -147,19 +152,24 @@ class HandlerCounters:
 class HttpHandler:
     """A `delivery.consumer.Handler` that posts each message."""
 
-    def __init__(self, inbox: InboxMessages, client: HandlerClient, *, attempts: Attempts, calls_at_once: int) -> None:
+    def __init__(
+        self,
+        inbox: InboxMessages,
+        client: HandlerClient,
+        *,
+        attempts: Attempts,
+        calls_at_once: int,
+        since: datetime | None = None,
+    ) -> None:
+        """Post what happened after `since`, published late or again as it may be; what is older counts as handled."""
         self.counters = HandlerCounters()
         self.reach = Reach(client.name)
         self._inbox = inbox
         self._client = client
         self._attempts = attempts
+        self._since = since
         self._slots = asyncio.Semaphore(calls_at_once)
         self._stopping = False
-
-    @property
-    def room(self) -> int | None:
-        """How many messages are of use now; None sets no limit. A handler that cannot be reached wants none."""
-        return self.reach.room
 
     def stop(self) -> None:
         """Begin no further call: messages that wait for one are given back, those being called come to their end."""
@@ -173,6 +183,9 @@ class HttpHandler:
                 raise error
 
     async def _handle(self, delivery: Delivery, settle: Settle) -> None:
+        if self._since is not None and delivery.occurred_at <= self._since:
+            await settle(delivery, DONE)
+            return
         try:
             incoming = read(delivery)
         except Malformed as error:
@@ -242,3 +255,39 @@ class HttpHandler:
             if not isinstance(outcome, Done):
                 span.failed(code, outcome.error)
             return outcome, True
+
+
+class PostingConsumer(Consumer):
+    """A durable consumer whose messages are posted, with the inbox of what it has handled; `run` it as a task."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        settings: ConsumerSettings,
+        pool: Pool,
+        client: HandlerClient,
+        *,
+        mesh: str,
+        calls_at_once: int,
+        keep: InboxSettings,
+        since: datetime | None = None,
+        stream: StreamSettings | None = None,
+        took: Histogram | None = None,
+    ) -> None:
+        """Post what happened after `since`, if it is given, and `keep` what was handled; the rest as of `Consumer`."""
+        self.inbox = InboxMessages(pool, settings.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
+        attempts = Attempts(settings.max_deliver, settings.backoff.schedule)
+        self.handler = HttpHandler(self.inbox, client, attempts=attempts, calls_at_once=calls_at_once, since=since)
+        letters = RecordedLetters(pool, mesh)
+        super().__init__(js, settings, self.handler, letters, stream=stream, took=took)
+        self.retention = InboxRetention(pool, js, stream=settings.stream, durable=settings.durable, settings=keep)
+
+    @property
+    def room(self) -> int | None:
+        """As `Consumer` has it: a handler that cannot be reached wants none."""
+        return self.handler.reach.room
+
+    async def stop(self) -> None:
+        """Begin no further request, and wait for those under way."""
+        self.handler.stop()
+        await super().stop()

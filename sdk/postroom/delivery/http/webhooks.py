@@ -8,7 +8,6 @@ too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -23,13 +22,10 @@ from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Pool
 from postroom.chassis.routes import Histogram
 from postroom.chassis.runtime import end
-from postroom.delivery.consumer import DONE, Attempts, Consumer, ConsumerCounters, Delivery, Settle
 from postroom.delivery.consumers import Consumers
-from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
-from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler, Reach
-from postroom.delivery.http.inbox_messages import InboxMessages, InboxRetention
+from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings, WebhookSettings
 from postroom.delivery.streams import all_consumers
@@ -61,7 +57,7 @@ class Webhook(NamedTuple):
         return PREFIX + self.id
 
 
-class WebhookConsumer:
+class WebhookConsumer(PostingConsumer):
     """Delivers to one webhook: `run` it as a task, `stop` it before the connection is closed."""
 
     def __init__(
@@ -82,83 +78,37 @@ class WebhookConsumer:
             url=webhook.url, timeout_seconds=settings.timeout_seconds, connect_seconds=settings.connect_seconds
         )
         self._client = HandlerClient(client_settings, secret=webhook.secret.encode(), guard=guard)
-        inbox = InboxMessages(pool, webhook.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
-        self._handler = HttpHandler(
-            inbox,
-            self._client,
-            attempts=Attempts(settings.max_deliver, settings.backoff.schedule),
-            calls_at_once=settings.calls_at_once,
+        consumer = ConsumerSettings(
+            stream=stream,
+            durable=webhook.durable,
+            filter_subjects=[f"{webhook.mesh}.event.{webhook.topic}.*"],
+            ack_wait_seconds=settings.ack_wait_seconds,
+            max_deliver=settings.max_deliver,
+            max_ack_pending=_IN_HAND,
+            batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
+            backoff=settings.backoff,
+            since=webhook.created_at - CLOCK_SKEW,
         )
-        self._consumer = Consumer(
+        super().__init__(
             js,
-            ConsumerSettings(
-                stream=stream,
-                durable=webhook.durable,
-                filter_subjects=[f"{webhook.mesh}.event.{webhook.topic}.*"],
-                ack_wait_seconds=settings.ack_wait_seconds,
-                max_deliver=settings.max_deliver,
-                max_ack_pending=_IN_HAND,
-                batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
-                backoff=settings.backoff,
-                since=webhook.created_at - CLOCK_SKEW,
-            ),
-            SinceRegistered(self._handler, webhook.created_at),
-            RecordedLetters(pool, webhook.mesh),
+            consumer,
+            pool,
+            self._client,
+            mesh=webhook.mesh,
+            calls_at_once=settings.calls_at_once,
+            keep=settings.inbox,
+            since=webhook.created_at,
             took=took,
         )
-        self._retention = InboxRetention(pool, js, stream=stream, durable=webhook.durable, settings=settings.inbox)
-
-    @property
-    def counters(self) -> ConsumerCounters:
-        """What it has done since it began."""
-        return self._consumer.counters
-
-    @property
-    def reach(self) -> Reach:
-        """Whether the webhook can be reached."""
-        return self._handler.reach
-
-    @property
-    def trouble(self) -> str | None:
-        """What keeps messages from arriving; None where nothing does."""
-        return self._consumer.trouble
 
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed permanently."""
-        retention = asyncio.create_task(self._retention.run())
+        retention = asyncio.create_task(self.retention.run())
         try:
-            await self._consumer.run()
+            await super().run()
         finally:
             await end({retention})
             await self._client.close()
-
-    async def stop(self) -> None:
-        """Begin no further request, and wait for those under way."""
-        self._handler.stop()
-        await self._consumer.stop()
-
-
-class SinceRegistered:
-    """Keeps from a webhook's handler what happened before it was registered, published late or again as it may be."""
-
-    def __init__(self, handler: HttpHandler, since: datetime) -> None:
-        self._handler = handler
-        self._since = since
-
-    @property
-    def room(self) -> int | None:
-        """As its handler has it."""
-        return self._handler.room
-
-    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """Settle what is older, and give the rest to the webhook's handler."""
-        wanted = []
-        for delivery in batch:
-            if delivery.occurred_at > self._since:
-                wanted.append(delivery)
-            else:
-                await settle(delivery, DONE)
-        await self._handler.handle(wanted, settle)
 
 
 class Webhooks(Consumers[str, WebhookConsumer]):

@@ -135,9 +135,9 @@ async def test_a_handler_that_cannot_be_reached_is_waited_for_and_that_is_no_att
         port = reserved.getsockname()[1]
     async with start({"url": f"http://127.0.0.1:{port}/handle"}, max_deliver=2) as services:
         await context.publish(["m-1", "m-2", "m-3"])
-        calls = services.handler.counters.answers
+        calls = services.consumer.handler.counters.answers
         await until_noticed(lambda: calls["handler_unreachable"] > 9)  # more than all attempts of all three
-        assert services.handler.room in {0, 1}
+        assert services.consumer.room in {0, 1}
         (reason,) = services.reasons()
         assert reason.startswith("handler_unreachable: no connection")
         assert b"postroom_consumer_handler_reachable 0.0" in exposition(await services.metrics())
@@ -345,7 +345,7 @@ async def test_a_message_that_comes_again_after_it_was_processed_is_only_acknowl
         await context.publish(["m-1/1", "m-1/2"])
         await settled(context)
 
-        assert services.handler.counters.duplicates == 2
+        assert services.consumer.handler.counters.duplicates == 2
     assert len(handler.calls) == 1
 
 
@@ -354,7 +354,7 @@ async def test_the_same_message_twice_in_one_batch_is_called_once_at_a_time(
 ) -> None:
     await context.publish(["m-1", "m-1/1", "m-1/2"])
     async with start(ack_wait_seconds=1, max_deliver=100) as services:
-        services_handler = services.handler
+        services_handler = services.consumer.handler
         await settled(context)
 
     assert (len(handler.calls), handler.most_at_once) == (1, 1)
@@ -420,7 +420,7 @@ async def test_a_stopped_consumer_gives_back_what_it_has_not_begun(
         await context.publish(["m-1", "m-2", "m-3"])
         await handler.saw(1)
         await until_so(lambda: _in_hand(services, 3), "all are in hand")
-        services.handler.stop()
+        services.consumer.handler.stop()
         gate.set()
 
     assert len(handler.calls) == 1

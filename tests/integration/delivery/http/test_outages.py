@@ -54,7 +54,7 @@ async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
 
 
 async def _waits(services: HttpConsumer) -> bool:
-    return services.inbox.waiting_for_postgres
+    return services.consumer.inbox.waiting_for_postgres
 
 
 async def test_a_consumer_that_stood_still_cannot_commit_and_another_did_its_work(  # noqa: PLR0917 - fixtures
