@@ -3,11 +3,13 @@
 NATS may be away all the while, from the start on: what cannot be published waits in Postgres.
 """
 
+from __future__ import annotations
+
 import asyncio
 import random
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -72,6 +74,11 @@ class Publication:
     orphan_check: OrphanCheck | None = None  # None: it has no meshes, or is not to check
     name: str = "publishing"
     labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_broker(self) -> bool:
+        """Whether it is a broker's database."""
+        return any(source.table is DELIVERIES for source in self.sources)
 
     @property
     def flows(self) -> Collection[str]:
@@ -159,18 +166,14 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
         pool = await open_rooms(config.database, ROOM, name="postroom-worker", connections=_CONNECTIONS)
         stack.push_async_callback(close_pool, pool)
         sources = await sources_of(pool, config.record)
-        has_broker = any(source.table is DELIVERIES for source in sources)
-        record = Record(sources, config.record)
-        upkeep = Upkeep(pool, sources, record, config)
-        publishers = _publishers(sources, upkeep, config, "postroom-worker")
-        bell = Bell(pool, publishers)
+        publication = _publication(pool, sources, config, "postroom-worker")
         webhooks = jobs = orphan_check = None
-        if has_broker:
+        if publication.has_broker:
             connections = _WEBHOOK_CONNECTIONS
             posting = await open_inbox_pool(config.database, name="postroom-worker webhooks", connections=connections)
             stack.push_async_callback(close_pool, posting)
             webhooks = Webhooks(posting, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
-        if has_broker and config.orphan_check.enabled:
+        if publication.has_broker and config.orphan_check.enabled:
             events_kept = timedelta(days=config.record.keep_days)
             orphan_check = OrphanCheck(pool, config.database, config.orphan_check, events_kept=events_kept)
         if config.flows:
@@ -178,14 +181,9 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
             working = await open_rooms(config.database, *ROOMS, name="postroom-worker jobs", connections=connections)
             stack.push_async_callback(close_pool, working)
-            jobs = Jobs(working, config.nats, flows, config.jobs, emitted=partial(bell.ring, EVENTS.name))
-        yield Publication(
-            pool=pool,
-            sources=sources,
-            record=record,
-            upkeep=upkeep,
-            publishers=publishers,
-            bell=bell,
+            jobs = Jobs(working, config.nats, flows, config.jobs, emitted=partial(publication.bell.ring, EVENTS.name))
+        yield replace(
+            publication,
             webhooks=webhooks,
             jobs=jobs,
             job_retention=JobRetention(pool, config.jobs.keep_days),
@@ -221,29 +219,20 @@ async def open_source(
                 raise Fatal(fatal.exit_code, f"source {section.name}: {fatal}") from fatal
             _log.warning("source_unreachable", database=section.name, error=str(fatal))
         sources = [PostgresSource(pool, table, config.record) for table in (EVENTS, LETTERS)]
-        record = Record(sources, config.record)
-        has_broker = publication is not None and any(source.table is DELIVERIES for source in publication.sources)
-        upkeep = Upkeep(pool, sources, record, config, broker=publication.pool if publication and has_broker else None)
-        publishers = _publishers(sources, upkeep, config, name)
-        yield Publication(
-            pool=pool,
-            sources=sources,
-            record=record,
-            upkeep=upkeep,
-            publishers=publishers,
-            bell=Bell(pool, publishers),
-            name=f"source {section.name}",
-            labels={"database": section.name},
-        )
+        broker = publication.pool if publication is not None and publication.has_broker else None
+        own = _publication(pool, sources, config, name, broker=broker)
+        yield replace(own, name=f"source {section.name}", labels={"database": section.name})
     finally:
         await close_pool(pool)
 
 
-def _publishers(
-    sources: Sequence[PostgresSource], upkeep: Upkeep, config: WorkerConfig, name: str
-) -> Sequence[Publisher]:
-    """Return a publisher for each source of one database, which NATS knows by `name`."""
-    return [
+def _publication(
+    pool: Pool, sources: Sequence[PostgresSource], config: WorkerConfig, name: str, *, broker: Pool | None = None
+) -> Publication:
+    """Return what publishes from one database, which NATS knows by `name`."""
+    record = Record(sources, config.record)
+    upkeep = Upkeep(pool, sources, record, config, broker=broker)
+    publishers = [
         Publisher(
             source,
             config.deliveries if source.table is DELIVERIES else config.events,
@@ -255,3 +244,5 @@ def _publishers(
         )
         for source in sources
     ]
+    bell = Bell(pool, publishers)
+    return Publication(pool=pool, sources=sources, record=record, upkeep=upkeep, publishers=publishers, bell=bell)
