@@ -11,6 +11,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from postroom._wire.administration import HistoryMessage
+from postroom._wire.message import TRACEPARENT
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
 
@@ -51,6 +52,12 @@ class Delivery(NamedTuple):
         except msgspec.ValidationError:
             return self.published_at
         return moment if moment.tzinfo is not None else self.published_at
+
+    @property
+    def traceparent(self) -> str | None:
+        """The trace that it is of; what is not as W3C Trace Context has it is none."""
+        given = self.headers.get("traceparent", "")
+        return given if TRACEPARENT.fullmatch(given) else None
 
     def most_attempts(self, max_deliver: int) -> int:
         """Return how many attempts there are at a consumer that allows `max_deliver`."""

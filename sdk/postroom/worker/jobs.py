@@ -24,7 +24,6 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from postroom._wire.message import TRACEPARENT
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.consumers import Consumers
@@ -145,7 +144,7 @@ def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
     """
     try:
         said = msgspec.json.encode(_said(delivery.data)).decode()
-        return Answer(said, request, event, _traceparent(delivery))
+        return Answer(said, request, event, delivery.traceparent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the answer {delivery.message_id} to the request {request} is not JSON: {error}"
         raise InvalidMessage.of("invalid_answer", detail) from error
@@ -167,13 +166,7 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
 
 
 def _answer(delivery: Delivery, said: Any, request: UUID | None = None, event: str | None = None) -> Answer:
-    return Answer(msgspec.json.encode(said).decode(), request, event, _traceparent(delivery))
-
-
-def _traceparent(delivery: Delivery) -> str | None:
-    """Return the trace that a message is of; what is not as W3C Trace Context has it is none."""
-    given = delivery.headers.get("traceparent", "")
-    return given if TRACEPARENT.fullmatch(given) else None
+    return Answer(msgspec.json.encode(said).decode(), request, event, delivery.traceparent)
 
 
 def _said(data: bytes) -> Any:

@@ -31,7 +31,7 @@ from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.store import Losses, Mark, Owner, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, letter_id
+from postroom.delivery.dead_letters import LETTER, letter_id
 from postroom.delivery.nats import connection_of, end_if_cancelled
 from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
@@ -84,7 +84,7 @@ def stored(row: Stored) -> Outgoing:
     position, epoch, text, subject = row
     if subject is not None:
         letter = msgspec.json.decode(text, type=DeadLetter)
-        headers = {**identifying(letter_id(letter), epoch), EVENT_TYPE_HEADER: EVENT_TYPE}
+        headers = identifying(letter_id(letter), epoch) | LETTER
         shorter = msgspec.json.encode(letter.shortened())
         return Outgoing(Key(position, epoch, position), position, 1, 0, subject, text, headers, shorter)
     record = decode_record(text)

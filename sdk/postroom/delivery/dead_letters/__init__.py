@@ -31,8 +31,7 @@ from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, known_subject, stream_name
 
 QUERIES: Final = load_queries(__name__, "record.sql")
-EVENT_TYPE: Final = "MessageDeadLettered"
-EVENT_TYPE_HEADER: Final = "Postroom-Event-Type"
+LETTER: Final = {"Postroom-Event-Type": "MessageDeadLettered"}  # the header that tells a letter from other messages
 REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
 REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent under
 RECORDED: Final = "Postroom-Recorded"  # on a letter that is a row of a database, where operators settle it
@@ -78,7 +77,7 @@ class StreamLetters:
     async def keep(self, letter: DeadLetter) -> None:
         """Publish the letter; one that is larger than NATS takes goes without its payload."""
         subject = dead_letter_subject(self._context, letter.original_subject)
-        headers = {MESSAGE_ID: letter_id(letter), EVENT_TYPE_HEADER: EVENT_TYPE}
+        headers = {MESSAGE_ID: letter_id(letter), **LETTER}
         body = msgspec.json.encode(letter)
         if len(body) > connection_of(self._js).max_payload - _HEADER_BYTES:
             body = msgspec.json.encode(letter.shortened())
@@ -137,7 +136,7 @@ def is_dead_letter(delivery: Delivery) -> bool:
     """Tell whether a message is a dead letter itself, on its own subject or copied to another."""
     words = delivery.subject.split(".")
     on_its_subject = words[0] != "cmd" and words[1:2] == ["dlq"]
-    return on_its_subject or delivery.headers.get(EVENT_TYPE_HEADER) == EVENT_TYPE
+    return on_its_subject or delivery.headers.items() >= LETTER.items()
 
 
 def _legible(text: str) -> str:

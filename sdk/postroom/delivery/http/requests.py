@@ -13,7 +13,7 @@ import msgspec
 
 from postroom._wire.accept import AcceptedEvent
 from postroom._wire.cloudevents import META, STRUCTURED, VERSION, CloudEvent
-from postroom._wire.message import TRACEPARENT, Envelope
+from postroom._wire.message import Envelope
 from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerFormat
@@ -95,8 +95,7 @@ def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[st
         IDEMPOTENCY_KEY: incoming.message_id,
         "Postroom-Attempt": str(attempt),
     }
-    traceparent = incoming.delivery.headers.get("traceparent")
-    if traceparent is not None and TRACEPARENT.fullmatch(traceparent):
+    if (traceparent := incoming.delivery.traceparent) is not None:
         made["traceparent"] = traceparent
     if last_error is not None:
         made["Postroom-Last-Error"] = clean(last_error).encode("ascii", "backslashreplace").decode()

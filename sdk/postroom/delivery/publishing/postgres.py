@@ -33,7 +33,7 @@ from postroom._wire.unpublished import (
     SourceBacklog,
 )
 from postroom.chassis.postgres import Connection, Pool
-from postroom.delivery.dead_letters import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED
+from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
 from postroom.delivery.message import history_message
 from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
@@ -96,7 +96,7 @@ def _delivery(row: asyncpg.Record) -> Outgoing:
 
 def _letter(row: asyncpg.Record) -> Outgoing:
     letter = msgspec.json.decode(row["letter"], type=DeadLetter)
-    headers = {**identifying(row["letter_id"], row["epoch"]), EVENT_TYPE_HEADER: EVENT_TYPE, RECORDED: "postgres"}
+    headers = {**identifying(row["letter_id"], row["epoch"]), **LETTER, RECORDED: "postgres"}
     outgoing = _outgoing(row, str(row["aggregate"]), _encode(letter.with_data(row["payload"])), headers)
     return outgoing._replace(shorter=_encode(letter.shortened()))
 
