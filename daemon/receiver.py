@@ -26,8 +26,10 @@ from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.chassis.runtime import end, in_step
-from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Settle
+from postroom.claims import DONE, Dead
+from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import inbox_subject, stream_name

@@ -20,7 +20,8 @@ from support.post import PostOffice
 
 from pipeline.runner import PIPELINES, described, parse, run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.consumer import Delivery, Outcome
+from postroom.claims import Outcome
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.spark.session import provide_java

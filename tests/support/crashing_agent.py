@@ -17,9 +17,11 @@ from typing import Any
 
 from postroom.agent import Emit, Envelope, fill_subjects
 from postroom.chassis import logs
+from postroom.claims import Outcome
 from postroom.delivery.agents.outgoing import into_jetstream
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
-from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
+from postroom.delivery.consumer import Consumer, Settle
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import NatsClient, connect
 from postroom.delivery.publishing.link import _Batch
 from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings

@@ -19,9 +19,11 @@ from nats.js.errors import NotFoundError
 from embedded import EmbeddedNats
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.chassis.postgres import connected
-from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
+from postroom.claims import DONE, Outcome
+from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.dead_letters import DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations
+from postroom.delivery.message import Delivery
 from postroom.delivery.publishing import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream

@@ -313,15 +313,12 @@ class TimedServer(web.Server):
             now = self._running_loop.time()
             connections = cast("list[TimedConnection]", self.connections)
             for start in range(0, len(connections), _SWEPT_AT_ONCE):
-                self._drop(connections[start : start + _SWEPT_AT_ONCE], now)
+                self.drop_overdue(now, connections[start : start + _SWEPT_AT_ONCE])
                 await asyncio.sleep(0)
 
-    def drop_overdue(self, now: float) -> None:
-        """Drop every connection whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
-        self._drop(cast("list[TimedConnection]", self.connections), now)
-
-    def _drop(self, connections: Sequence[TimedConnection], now: float) -> None:
-        for connection in connections:
+    def drop_overdue(self, now: float, connections: Sequence[TimedConnection] | None = None) -> None:
+        """Drop those connections, or all, whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
+        for connection in cast("list[TimedConnection]", self.connections) if connections is None else connections:
             if (reason := connection.overdue(now, self._deadlines)) is not None:
                 self._on_drop(reason)
                 connection.abort()

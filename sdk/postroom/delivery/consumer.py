@@ -36,21 +36,6 @@ from postroom.delivery.message import Delivery, delivery_of
 from postroom.delivery.pull import Pull
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 
-__all__ = [
-    "DONE",
-    "Attempts",
-    "Consumer",
-    "ConsumerCounters",
-    "Dead",
-    "Delivery",
-    "Done",
-    "Handler",
-    "Later",
-    "Outcome",
-    "Settle",
-    "processing",
-]
-
 _log = structlog.get_logger(__name__)
 
 UNREADABLE: Final = "unreadable"

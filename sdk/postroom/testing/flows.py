@@ -28,8 +28,8 @@ import msgspec
 
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection, Pool, connected, migrate
-from postroom.delivery.consumer import Dead, Delivery, Later, Outcome
-from postroom.delivery.message import MESSAGE_ID
+from postroom.claims import Dead, Later, Outcome
+from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
 from postroom.delivery.settings import PublisherSettings, RecordSettings

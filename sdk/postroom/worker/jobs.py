@@ -25,9 +25,11 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
-from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
+from postroom.claims import DONE, Dead, Later, Outcome
+from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import REPLAY_OF, RecordedLetters
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import EventSubject, event_subject, parse_subject

@@ -10,7 +10,8 @@ from support.jetstream import Context
 from support.waiting import until_so
 
 from postroom.agent import Emit, Envelope
-from postroom.delivery.consumer import Delivery, Outcome
+from postroom.claims import Outcome
+from postroom.delivery.message import Delivery
 
 
 class Witness(Counting):

@@ -16,8 +16,8 @@ from support.waiting import until_so
 
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
+from postroom.claims import DONE, Outcome
 from postroom.delivery.agents.store import TurnInput, TurnQuery
-from postroom.delivery.consumer import DONE, Outcome
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
 

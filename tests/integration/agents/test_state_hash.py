@@ -12,8 +12,9 @@ from support.agents import Counting, opened
 from support.jetstream import Context
 
 from postroom.chassis.exits import Fatal
+from postroom.claims import Done, Outcome
 from postroom.delivery.agents.replay import replay, verify
-from postroom.delivery.consumer import Delivery, Done, Outcome
+from postroom.delivery.message import Delivery
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
 

@@ -20,7 +20,7 @@ from support.terminal import Terminal
 from broker.database import migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
 from postroom._wire.dead_letters import DeadLetter
-from postroom.delivery.consumer import DONE, Dead
+from postroom.claims import DONE, Dead
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.dead_letters.operations import count_letters
 from postroom.delivery.nats import connect

@@ -19,8 +19,10 @@ from random import Random
 from support.jetstream import DURABLE, QUICK
 
 from postroom._wire.dead_letters import DeadLetter
-from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Outcome, Settle
+from postroom.claims import DONE, Dead, Outcome
+from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.streams import stream_name

@@ -9,8 +9,10 @@ from support.jetstream import QUICK, Context, Script, running
 from support.waiting import until_so
 
 from postroom._wire.dead_letters import DeadLetter
-from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
+from postroom.claims import DONE, Dead, Done, Later, Outcome
+from postroom.delivery.consumer import Attempts
 from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.message import Delivery
 from postroom.delivery.pull import Pull
 from postroom.delivery.settings import BackoffSettings, StreamSettings
 

@@ -13,8 +13,9 @@ from support.jetstream import DURABLE, Context, Script
 from support.waiting import until_so
 
 from embedded import EmbeddedNats
+from postroom.claims import DONE, Dead, Done
 from postroom.delivery import pull
-from postroom.delivery.consumer import DONE, Dead, Delivery, Done
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import Unavailable

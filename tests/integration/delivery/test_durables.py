@@ -10,8 +10,9 @@ from support.jetstream import Context, Script
 from support.waiting import until_so
 
 from embedded import EmbeddedNats
-from postroom.delivery.consumer import DONE, Delivery, Done, Later, Outcome
+from postroom.claims import DONE, Done, Later, Outcome
 from postroom.delivery.durables import OperatorPause, pause, pause_of, resume
+from postroom.delivery.message import Delivery
 
 ADA = OperatorPause("ada of sea", "it bills twice")
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import msgspec
 from support.jetstream import QUICK, Context, Script
 
-from postroom.delivery.consumer import DONE, Attempts, Delivery, Outcome
+from postroom.claims import DONE, Outcome
+from postroom.delivery.consumer import Attempts
+from postroom.delivery.message import Delivery
 from postroom.delivery.settings import BackoffSettings
 
 AN_HOUR = BackoffSettings(first_seconds=3600, most_seconds=3600)

@@ -11,7 +11,8 @@ from support.inboxes import message
 
 from daemon.receiver import Filing, FilingCounters, consumer_settings
 from inbox import Inbox
-from postroom.delivery.consumer import Dead, Delivery, Done, Outcome
+from postroom.claims import Dead, Done, Outcome
+from postroom.delivery.message import Delivery
 
 
 def delivery(number: int, data: bytes) -> Delivery:

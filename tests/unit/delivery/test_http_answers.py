@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from postroom._wire.retry import Backoff
-from postroom.delivery.consumer import DONE, Attempts, Dead, Later, Outcome
+from postroom.claims import DONE, Dead, Later, Outcome
+from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.client import Answer, judge
 from postroom.delivery.message import Delivery
 

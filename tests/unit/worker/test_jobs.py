@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from postroom.delivery.consumer import Delivery
+from postroom.delivery.message import Delivery
 from postroom.errors import InvalidMessage
 from postroom.ledger.primitives import Answer
 from postroom.worker.jobs import Answering, Due, Spawned, answer_of, read

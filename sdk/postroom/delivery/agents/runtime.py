@@ -31,6 +31,7 @@ from postroom._wire.retry import tell
 from postroom.agent import Agent, InvalidAgent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import load_named
+from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
 from postroom.delivery.agents.envelopes import (
     ENTITY_ID,
@@ -61,19 +62,9 @@ from postroom.delivery.agents.store import (
     read_events,
 )
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
-from postroom.delivery.consumer import (
-    ACK_TIMEOUT,
-    DONE,
-    MAX_DELIVER,
-    Attempts,
-    Consumer,
-    Dead,
-    Delivery,
-    Outcome,
-    Settle,
-    processing,
-)
+from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Settle, processing
 from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.message import Delivery
 from postroom.delivery.publishing import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
 from postroom.delivery.streams import all_streams, covers

@@ -33,9 +33,11 @@ from postroom._wire.http import Site, Unreachable, lines_of
 from postroom._wire.retry import read_retry_after, tell
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
-from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome
+from postroom.claims import DONE, Dead, Outcome
+from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.addresses import Guard, dial_to
 from postroom.delivery.http.requests import IDEMPOTENCY_KEY, signed
+from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES
 

@@ -37,21 +37,9 @@ from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED, Pool
 from postroom.chassis.routes import Histogram
-from postroom.claims import Claim, Held
+from postroom.claims import DONE, Claim, Dead, Done, Held, Later, Outcome
 from postroom.claims.leases import LeaseLost
-from postroom.delivery.consumer import (
-    ACK_TIMEOUT,
-    DONE,
-    MAX_DELIVER,
-    Attempts,
-    Consumer,
-    Dead,
-    Done,
-    Later,
-    Outcome,
-    Settle,
-    processing,
-)
+from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Settle, processing
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient, judge
 from postroom.delivery.http.inbox_messages import InboxMessages, InboxRetention

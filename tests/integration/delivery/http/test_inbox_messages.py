@@ -14,9 +14,9 @@ from support.http_consumers import Inbox
 from support.jetstream import QUICK, Context
 
 from postroom.chassis.postgres import REFUSED, migrate
-from postroom.claims import Claim, Held
+from postroom.claims import DONE, Claim, Dead, Done, Held, Later, Outcome
 from postroom.delivery import ROOM
-from postroom.delivery.consumer import DONE, Attempts, Dead, Done, Later, Outcome
+from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import InboxMessages, get_inbox_backlog, open_inbox_pool
