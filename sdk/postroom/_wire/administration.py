@@ -46,36 +46,26 @@ QueueName = Annotated[
 
 _SNAKE_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits or `_`"
 _WORD_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
-_RULES: Final = {
-    SLUG_PATTERN: f"a mesh's name: {_SNAKE_RULE}; not `cmd`",
-    MEMBER_PATTERN: f"a member's name: {_WORD_RULE}",
-    OPERATOR_PATTERN: f"an operator's name: {_WORD_RULE}; not `administrator`",
-    _SNAKE: f"a topic's name: {_SNAKE_RULE}",
-    QUEUE_PATTERN: f"a queue's name: one to four words joined by dots, each {_WORD_RULE}",
-    REASON_PATTERN: "a text that is not blank and has no NUL character",
-}
-
-
-_PATTERNS: Final = {
-    "mesh": SLUG_PATTERN,
-    "member": MEMBER_PATTERN,
-    "operator": OPERATOR_PATTERN,
-    "topic": _SNAKE,
-    "queue": QUEUE_PATTERN,
+_NAMES: Final = {  # of each kind of thing: the pattern, and what it says
+    "mesh": (SLUG_PATTERN, f"a mesh's name: {_SNAKE_RULE}; not `cmd`"),
+    "member": (MEMBER_PATTERN, f"a member's name: {_WORD_RULE}"),
+    "operator": (OPERATOR_PATTERN, f"an operator's name: {_WORD_RULE}; not `administrator`"),
+    "topic": (_SNAKE, f"a topic's name: {_SNAKE_RULE}"),
+    "queue": (QUEUE_PATTERN, f"a queue's name: one to four words joined by dots, each {_WORD_RULE}"),
 }
 
 
 def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
     """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
-    pattern = _PATTERNS[kind]
+    pattern, rule = _NAMES[kind]
     if re.match(pattern, name) is None:
-        raise InvalidMessage.of("invalid_name", f"{name!r} is not {_RULES[pattern]}", field=kind)
+        raise InvalidMessage.of("invalid_name", f"{name!r} is not {rule}", field=kind)
     return name
 
 
 def in_words(sentence: str) -> str:
-    """Say the rule of a name or a reason in words where msgspec's `sentence` about it shows a pattern."""
-    for pattern, rule in _RULES.items():
+    """Say a name's rule in words where msgspec's `sentence` about it shows a pattern."""
+    for pattern, rule in _NAMES.values():
         sentence = sentence.replace(f"`str` matching regex {pattern!r}", rule)
     return sentence
 
