@@ -51,6 +51,8 @@ UNREACHABLE: Final = (
     asyncpg.PostgresConnectionError,
 )
 
+POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fails with
+
 # What Postgres says of values that it will not have: a text that is none to it, too long, against a rule of the table.
 # The same values are refused again, however often they are sent.
 REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
@@ -172,7 +174,7 @@ def fatal_errors() -> Iterator[None]:
         yield
     except asyncpg.ClientConfigurationError as error:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
-    except (*UNREACHABLE, asyncpg.PostgresError) as error:
+    except POSTGRES_ERRORS as error:
         code = next((code for kinds, code in _EXITS if isinstance(error, kinds)), Exit.FAILED)
         said = str(error).partition("\n")[0]  # the lines after it are details and hints
         reason = (

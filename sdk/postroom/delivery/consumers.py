@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import astuple
 from typing import Final, Generic, TypeVar
 
-import asyncpg
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import UNREACHABLE
+from postroom.chassis.postgres import POSTGRES_ERRORS
 from postroom.chassis.runtime import end
 from postroom.delivery.consumer import Consumer, ConsumerCounters
 from postroom.delivery.errors import NATS_ERRORS
@@ -27,7 +26,7 @@ from postroom.errors import Conflict, PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_PASSING: Final = (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS)  # the next look may be better
+_PASSING: Final = (PostroomError, *POSTGRES_ERRORS, *NATS_ERRORS)  # the next look may be better
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -13,12 +13,11 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Final
 
-import asyncpg
 import msgspec
 
 from postroom._wire.programs import AWAY_SECONDS, LATENCIES, Kind, Minute, Program, Report
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.chassis.routes import Histogram
 
 _QUERIES: Final = load_queries(__package__, "programs.sql")
@@ -50,7 +49,7 @@ class PostgresReports:
         """Write it, and what it counts more than the last; Postgres away is no trouble of the process that reports."""
         before = {} if self._last is None else self._last.totals
         grown = {name: more for name, count in report.totals.items() if (more := count - before.get(name, 0))}
-        with suppress(*UNREACHABLE, asyncpg.PostgresError):
+        with suppress(*POSTGRES_ERRORS):
             await keep_report(self._pool, self._kind, "", self._name, report)
             if grown:
                 await self._pool.execute(_QUERIES["count_minute"], list(grown), list(grown.values()))
@@ -59,7 +58,7 @@ class PostgresReports:
     async def withdraw(self) -> None:
         """Forget the process, which stops as it was asked to, and is not missed."""
         if self._last is not None:
-            with suppress(*UNREACHABLE, asyncpg.PostgresError):
+            with suppress(*POSTGRES_ERRORS):
                 process = self._kind, self._name, self._last.host, self._last.pid
                 await self._pool.execute(_QUERIES["withdraw_report"], *process)
 

@@ -21,14 +21,13 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID, uuid5
 
-import asyncpg
 import msgspec
 import structlog
 
 from postroom._wire import spans
 from postroom._wire.retry import tell
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.claims import Claim, leases
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Again, Context, Flow, InvalidFlow, Job, Spawn, next_steps
@@ -278,7 +277,7 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
         try:
             async with running.pool.acquire() as connection:
                 await release(connection, entry, str(failed))
-        except (asyncpg.PostgresError, *UNREACHABLE) as away:
+        except POSTGRES_ERRORS as away:
             _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself
         raise failed from error
 

@@ -38,7 +38,7 @@ from postroom._wire.digits import (
 )
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
@@ -370,7 +370,7 @@ class JobRetention:
         while True:
             try:
                 await self.sweep()
-            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+            except POSTGRES_ERRORS as error:
                 _log.warning("job_sweep_failed", error=type(error).__name__)
             await asyncio.sleep(_SWEEP_SECONDS)
 

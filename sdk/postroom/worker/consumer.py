@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-import asyncpg
 import msgspec
 import structlog
 from nats.aio.client import Client
@@ -15,7 +14,7 @@ from prometheus_client.core import Metric
 
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, close_pool
 from postroom.delivery.consumer import Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.http.client import HandlerClient
@@ -75,7 +74,7 @@ class HttpConsumer:
         """Return the consumer's backlog; None where Postgres cannot be asked."""
         try:
             return await get_inbox_backlog(self.pool, self.config.context, self.config.consumer.durable)
-        except (*UNREACHABLE, asyncpg.PostgresError):
+        except POSTGRES_ERRORS:
             return None
 
     def concerns(self) -> list[str]:

@@ -18,13 +18,12 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-import asyncpg
 import msgspec
 import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Pool
 from postroom.claims import DONE, Dead, Later, Outcome
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
 from postroom.delivery.consumers import Consumers
@@ -263,7 +262,7 @@ class JobHandler:
             return Later(str(later), pause if later.seconds is None else later.seconds)
         except REFUSED as error:
             return Dead("refused_by_postgres", f"Postgres cannot store the message: {error}")
-        except (asyncpg.PostgresError, *UNREACHABLE) as error:
+        except POSTGRES_ERRORS as error:
             return Later(f"{type(error).__name__}: {error}", pause)
         self._emitted()
         return DONE

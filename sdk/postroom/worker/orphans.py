@@ -24,7 +24,7 @@ from msgspec import Meta
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
-from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, connected
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, connected
 
 _log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class OrphanCheck:
         while True:
             try:
                 await self.look()
-            except (Fatal, asyncpg.PostgresError, *UNREACHABLE) as error:
+            except (Fatal, *POSTGRES_ERRORS) as error:
                 self._trouble = str(error) or type(error).__name__
                 _log.warning("orphan_check_failed", error=self._trouble)
             await asyncio.sleep(_LOOK_SECONDS)

@@ -14,14 +14,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
-import asyncpg
 import structlog
 from prometheus_client.core import Metric
 
 from postroom._wire.unpublished import SourceBacklog
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import (
-    UNREACHABLE,
+    POSTGRES_ERRORS,
     Connection,
     Pool,
     check_version,
@@ -112,7 +111,7 @@ class Publication:
         """Ask every source for its backlog; none where Postgres cannot be asked."""
         try:
             return {source.name: await source.backlog() for source in self.sources}
-        except (*UNREACHABLE, asyncpg.PostgresError):
+        except POSTGRES_ERRORS:
             return {}
 
     async def metrics(self) -> list[Metric]:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-import asyncpg
 import structlog
 
 from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
@@ -86,7 +85,7 @@ class Upkeep:
             try:
                 async with self._working:
                     await self._round()
-            except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
+            except (PostroomError, *POSTGRES_ERRORS) as error:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
@@ -100,7 +99,7 @@ class Upkeep:
         if link is None or not self._has_broker or now - self._durables_at < _DURABLES_SECONDS:
             return self._durables
         self._durables_at, found = now, list[Durable]()
-        with suppress(*NATS_ERRORS, asyncpg.PostgresError, *UNREACHABLE):
+        with suppress(*NATS_ERRORS, *POSTGRES_ERRORS):
             meshes = [row["slug"] for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"])]
             begun, unreachable = await count_begun(self._pool), await find_unreachable(self._pool)
             found = await list_durables(link.js, meshes, begun, unreachable)
@@ -110,7 +109,7 @@ class Upkeep:
     async def note_lag(self) -> None:
         """Keep how far behind the durable consumers are in each minute, until it is cancelled."""
         while True:
-            with suppress(asyncpg.PostgresError, *UNREACHABLE):
+            with suppress(*POSTGRES_ERRORS):
                 await keep_waiting(self._pool, await self.durables())
             await asyncio.sleep(_LAG_SECONDS if self._link is not None else _LINK_SECONDS)
 
@@ -118,7 +117,7 @@ class Upkeep:
         """Declare the streams before what reads them begins; with NATS or Postgres away nothing is declared yet."""
         try:
             await retrying(self._round, Patience(_FIRST_SECONDS))
-        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
+        except (PostroomError, *POSTGRES_ERRORS) as error:
             _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
 
     async def stop(self) -> None:

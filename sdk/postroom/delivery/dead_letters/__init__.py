@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-import asyncpg
 import msgspec
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -23,7 +22,7 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept, no_streams
 from postroom.delivery.message import EPOCH, MESSAGE_ID, Delivery, json_object, message_id_of
 from postroom.delivery.nats import api_subject, connection_of
@@ -61,7 +60,7 @@ class RecordedLetters:
         """Commit the letter, unless the record has it."""
         try:
             await self._pool.execute(QUERIES["keep"], *columns(self._context, letter), letter.data())
-        except (*UNREACHABLE, asyncpg.PostgresError) as error:
+        except POSTGRES_ERRORS as error:
             raise letter_not_kept(letter.message_id or str(letter.sequence), error) from error
 
 

@@ -24,7 +24,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, open_rooms, rest_since
 from postroom.claims import Claim, Ended, Outcome, State, Table
 from postroom.claims.leases import Leases
 from postroom.claims.postgres import PostgresClaims
@@ -144,7 +144,7 @@ class InboxMessages:
                     return await self._pool.fetch(query, *values), started
                 except REFUSED:
                     raise
-                except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                except POSTGRES_ERRORS as error:
                     tried = f"{type(error).__name__}: {error}"
                     _log.warning("postgres_waited_for", consumer=self.consumer, error=tried)
                     self._waiting += failures == 0
@@ -221,7 +221,7 @@ class InboxRetention:
         while True:
             try:
                 await self.sweep()
-            except (*UNREACHABLE, *NATS_ERRORS, asyncpg.PostgresError) as error:
+            except (*POSTGRES_ERRORS, *NATS_ERRORS) as error:
                 _log.warning("inbox_sweep_failed", consumer=self._durable, error=type(error).__name__)
             end_if_cancelled()
             await asyncio.sleep(self._settings.sweep_interval_seconds)

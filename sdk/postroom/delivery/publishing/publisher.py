@@ -29,12 +29,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-import asyncpg
 import structlog
 
 from postroom._wire import spans
 from postroom._wire.retry import Backoff
-from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.chassis.runtime import in_step
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source
@@ -124,7 +123,7 @@ class Publisher:
                 # What it was called for may be held up by what nobody calls for: an accept that fails, say.
                 pause = pace.rest(clock(), moved=moved > 0 or called)
                 self.counters.trouble = None
-            except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as failure:
+            except (PostroomError, *POSTGRES_ERRORS) as failure:
                 error = str(failure) or type(failure).__name__
                 if error != self.counters.trouble:  # an outage repeats one error at every try
                     _log.warning("publishing_failed", source=self.source.name, error=error)
@@ -300,7 +299,7 @@ class Bell:
                     finally:
                         connection.remove_termination_listener(ended)
                         await connection.remove_listener(CHANNEL, heard)
-            except (asyncpg.PostgresError, *UNREACHABLE) as error:
+            except POSTGRES_ERRORS as error:
                 _log.info("bell_not_heard", error=str(error) or type(error).__name__)
             failures += 1
             await asyncio.sleep(_PAUSES.seconds(failures))
