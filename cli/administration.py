@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from cli import completion
-from cli.connect import with_broker, with_daemon, with_mesh
+from cli.connect import with_broker, with_daemon
 from cli.files import file_errors
-from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, named, noun, with_options
+from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, named, noun, with_mesh, with_options
 from cli.output import confirm, json_line, line, listing, note
 from postroom._wire.administration import OperatorRole
 

@@ -50,7 +50,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "trace": Verb("cli.trace", "Tell the story of a message, and where it waits now."),
         "outbox": Verb("cli.outbox", "See and repair what the daemon keeps."),
         "inbox": Verb("cli.inbox", "Read what the daemon has received, and follow it."),
-        "relay": Verb("cli.relay", "Pause and resume the relay to the broker."),
+        "relay": Verb("cli.programs", "Pause and resume the relay to the broker.", "relays"),
         "mesh": Verb("cli.administration", "Administer meshes.", "meshes"),
         "member": Verb("cli.administration", "Administer the members of a mesh.", "members"),
         "operator": Verb("cli.administration", "Administer who operates the broker, and in which role.", "operators"),

@@ -10,7 +10,6 @@ from cli.files import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from cli.noun import Reach
     from postroom import BrokerClient, Client
 
 T = TypeVar("T")
@@ -54,26 +53,6 @@ def with_broker(
             return await work(client)
 
     return asyncio.run(run())
-
-
-def with_mesh(reach: Reach, work: Callable[[BrokerClient, str], Awaitable[T]], *, timeout: float = TIMEOUT) -> T:
-    """Run `work` with a client of the broker and the mesh that is meant: the one named, else the token's."""
-
-    async def run(client: BrokerClient) -> T:
-        return await work(client, await mesh_of(client, reach.mesh))
-
-    return with_broker(reach.url, reach.token_file, run, timeout=timeout)
-
-
-async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
-    """Return `mesh`, else the one that the token speaks for."""
-    if mesh is not None:
-        return mesh
-    caller = await client.whoami()
-    if caller.mesh is None:
-        sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token of {caller.actor} is for every mesh"
-        raise Fatal(Exit.USAGE, sentence)
-    return caller.mesh
 
 
 def read_token(file: Path | None) -> str:

@@ -10,8 +10,8 @@ import typer
 
 from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
-from cli.connect import mesh_of, with_broker, with_mesh
-from cli.noun import Json, OlderThan, Reach, chosen_ids, noun, with_options
+from cli.connect import with_broker
+from cli.noun import Json, OlderThan, Reach, chosen_ids, mesh_of, noun, with_mesh, with_options
 from cli.output import ago, fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES

@@ -21,7 +21,7 @@ from cli.demo.programs import HandledStack, Receiver
 from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Told
 from cli.demo.stage import Stage
 from cli.noun import noun
-from cli.stack.programs import module_command
+from cli.stack import module_command
 from embedded.postgres import postgres_home
 from postroom import Client, new_id
 from postroom._wire.message import SendRequest

@@ -126,7 +126,8 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
 
 async def _look_at_up(place: Place, sight: Sight) -> Place:
     """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
-    from cli.stack import Layout, Stack, default_state_directory  # noqa: PLC0415
+    from cli.stack import Stack  # noqa: PLC0415
+    from cli.stack.layout import Layout, default_state_directory  # noqa: PLC0415
     from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
 
     layout = Layout((place.state or default_state_directory()).absolute())

@@ -14,8 +14,8 @@ import typer
 
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice
-from cli.connect import with_broker, with_mesh
-from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_options
+from cli.connect import with_broker
+from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
 from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of

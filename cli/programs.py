@@ -1,4 +1,4 @@
-"""`postroom daemon|broker|console|pipeline …`: run our programs, check what they need, look after what is theirs.
+"""`postroom daemon|relay|broker|console|pipeline …`: run our programs, check what they need, look after theirs.
 
 A program is imported when it is run: what people type to ask a running one needs none of it.
 """
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from cli.connect import with_broker
-from cli.noun import Config, Json, TokenFile, Url, noun
-from cli.output import fields, json_line, line, note, show_findings, table
+from cli import completion
+from cli.connect import with_broker, with_daemon
+from cli.noun import Config, Json, Reason, Socket, TokenFile, Url, noun, rate
+from cli.output import fields, json_line, line, note, reason_or_ask, show_findings, table
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 
@@ -30,7 +31,15 @@ Words = Annotated[
     list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Its options, as mesh=sea since=2026-11-01.")
 ]
 
+To = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TO]", help="Only this destination [default: all].", autocompletion=completion.destinations
+    ),
+]
+
 daemons = noun("Run and check the daemon.")
+relays = noun("Pause and resume the relay to the broker.")
 brokers = noun("Run and check the broker.")
 consoles = noun()
 pipelines = noun("Run the pipelines over the history, with Spark.")
@@ -39,7 +48,7 @@ pipelines = noun("Run the pipelines over the history, with Spark.")
 @daemons.command("run")
 def run_daemon(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> None:
     """Accept, keep and relay until a signal says stop."""
-    from daemon.main import run  # noqa: PLC0415
+    from daemon.__main__ import run  # noqa: PLC0415
 
     raise SystemExit(run(daemon_config(config), accept_lost_ids=accept_lost_ids))
 
@@ -85,6 +94,36 @@ def daemon_config(file: Path | None) -> DaemonConfig:
         if file is not None or written is None or not written.exists():
             raise
         raise Fatal(fatal.exit_code, f"{fatal}; that of `postroom up` is {written}") from fatal
+
+
+@relays.command()
+def pause(*, to: To = None, reason: Reason = None, as_json: Json = False, socket: Socket = None) -> None:
+    """Pause the relay until it is resumed, across restarts too; sends are still accepted and kept."""
+    why = reason_or_ask(reason)
+    status = with_daemon(socket, lambda client: client.pause_relay(to, reason=why))
+    json_line(status) if as_json else line(f"paused {_what(to)}, until `postroom relay resume`; sends are kept")
+
+
+@relays.command()
+def resume(
+    *,
+    to: To = None,
+    per_second: Annotated[
+        float | None, typer.Option("--rate", parser=rate, metavar="RATE", help="At most 50/s [default: no limit].")
+    ] = None,
+    reason: Reason = None,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Resume the relay."""
+    why = reason_or_ask(reason)
+    status = with_daemon(socket, lambda client: client.resume_relay(to, reason=why, rate_per_second=per_second))
+    limit = f", at most {per_second:g}/s" if per_second is not None else ""
+    json_line(status) if as_json else line(f"resumed {_what(to)}{limit}")
+
+
+def _what(to: str | None) -> str:
+    return f"relaying to {to}" if to is not None else "relaying"
 
 
 @brokers.command("run")
@@ -156,7 +195,7 @@ def console(*, config: Config = None) -> None:
 
     It asks the broker at `broker_url` of its config, or at POSTROOM_CONSOLE_BROKER_URL or POSTROOM_BROKER_URL.
     """
-    from console.main import main  # noqa: PLC0415
+    from console.__main__ import main  # noqa: PLC0415
 
     raise SystemExit(main(config))
 

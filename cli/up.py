@@ -16,7 +16,7 @@ from cli.noun import Yes, noun
 from cli.output import Progress, confirm, line, note
 
 if TYPE_CHECKING:
-    from cli.stack import Layout
+    from cli.stack.layout import Layout
 
 app = noun()
 downs = noun()
@@ -107,7 +107,7 @@ def down(
 
 def layout_of(state: Path | None) -> Layout:
     """Return the files of the stack in `state`, or in the default place."""
-    from cli.stack import Layout, default_state_directory  # noqa: PLC0415
+    from cli.stack.layout import Layout, default_state_directory  # noqa: PLC0415
 
     return Layout((state or default_state_directory()).absolute())
 

@@ -1,12 +1,79 @@
-"""`python -m console --config FILE`: the console without the command line."""
+"""`python -m console --config FILE`: config → sessions → HTTP → wait → stop in the opposite order."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
 
-from console.main import main
+import structlog
+from aiohttp import web
+
+from console.app import build
+from console.config import ConsoleConfig, load_config
+from console.sessions import Sessions
+from postroom.chassis import logs, runtime
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.listener import TimedServer, listening, running
+
+_log = structlog.get_logger(__name__)
+
+
+class _Deadlines(NamedTuple):
+    """How slow a browser may be, in seconds."""
+
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    stall_seconds: float = 30.0
+    idle_seconds: float = 75.0
+
+
+_SHUTDOWN_SECONDS: Final = 1.0  # for answers at work; a live page is cut off, and its browser comes again
+
+
+async def run(config: ConsoleConfig) -> Exit:
+    """Serve until SIGTERM or SIGINT; raises `Fatal` (69) where the port is taken."""
+    stop = asyncio.Event()
+    runtime.stop_on_signals(stop)
+    async with AsyncExitStack() as stack:
+        sessions = await stack.enter_async_context(Sessions(config))
+        runner = await stack.enter_async_context(running(build(config, sessions), timed_server, _SHUTDOWN_SECONDS))
+        url = await listening(runner, config.listen_host, config.listen_port)
+        _log.info("listening", url=url, broker=config.broker_url)
+        runtime.notify(f"READY=1\nSTATUS=on {url}")
+        tasks: dict[str, Coroutine[Any, Any, None]] = {"sessions": sessions.sweep()}
+        if (seconds := runtime.watchdog_seconds()) is not None:
+            tasks["watchdog"] = runtime.answer_watchdog(seconds / 2)
+        await runtime.run_until_stopped(tasks, stop)
+        runtime.notify("STOPPING=1")
+    return Exit.OK
+
+
+def timed_server(app: web.AppRunner) -> TimedServer:
+    """Return a server with deadlines for the application that `app` has set up."""
+    inner = cast(web.Server, app.server)
+    return TimedServer(
+        inner.request_handler,
+        deadlines=_Deadlines(),
+        on_drop=lambda reason: _log.info("connection_dropped", reason=reason),
+        request_factory=inner.request_factory,
+        access_log=None,
+    )
+
+
+def main(config_file: Path | None) -> int:
+    """Load the config and run; what is fatal becomes one sentence and its exit code."""
+    try:
+        config = load_config(config_file)
+        logs.configure(config.log_level)
+        return int(runtime.run(run(config)))
+    except Fatal as fatal:
+        return fatal.tell("postroom console")
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m console", description="A page for the operators of Postroom.")

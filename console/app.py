@@ -1,10 +1,11 @@
-"""The console's pages: one table of routes, and what every answer of them has in common.
+"""The console's pages: one table of routes, logging in and out, and what every answer has in common.
 
 The rule is docs/contract/operate.md#operate-72.
 """
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Final
 
@@ -12,9 +13,8 @@ from aiohttp import web
 
 from console import messages, nouns, overview, repairs
 from console.config import ConsoleConfig
-from console.login import log_in, log_out, show_login
 from console.sessions import SESSION, Gate, Sessions, next_of
-from console.views import ACCESS, SESSIONS, STATIC, page
+from console.views import ACCESS, HOME, SESSIONS, STATIC, page, set_cookie
 from postroom.chassis.routes import Handler, Route, application
 from postroom.errors import NotFound, PostroomError
 
@@ -31,6 +31,47 @@ _HEADERS: Final = {
 }
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+_OWN_PATH: Final = re.compile(r"/(?![/\\])[!-~]*")
+
+
+async def show_login(request: web.Request) -> web.Response:
+    """`GET /login?next=`."""
+    if SESSION in request:
+        raise web.HTTPSeeOther(_next(request))
+    return page(request, "login.html", sentence=None, next=_next(request))
+
+
+async def log_in(request: web.Request) -> web.Response:
+    """`POST /login`: the token goes to the broker, and stays in the memory of this process."""
+    token = (await request.post()).get("token")
+    try:
+        session = await request.app[SESSIONS].begin(
+            token.strip() if isinstance(token, str) else "", request.remote or ""
+        )
+    except PostroomError as error:
+        answer = page(request, "login.html", status=error.problem.status, sentence=str(error), next=_next(request))
+        if error.problem.retry_after is not None:
+            answer.headers["Retry-After"] = f"{error.problem.retry_after:.0f}"
+        return answer
+    if SESSION in request:
+        await request.app[SESSIONS].end(request[SESSION].key)
+    answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": _next(request)})
+    set_cookie(request, answer, session.key)
+    return answer
+
+
+async def log_out(request: web.Request) -> web.Response:
+    """`POST /logout`."""
+    await request.app[SESSIONS].end(request[SESSION].key)
+    raise web.HTTPSeeOther("/login")
+
+
+def _next(request: web.Request) -> str:
+    """Return where the log-in leads, which is a page of ours."""
+    wanted = request.query.get("next", HOME)
+    return wanted if _OWN_PATH.fullmatch(wanted) else HOME
+
 
 ROUTES: Final = [
     Route(method="GET", path="/login", handler=show_login, access="anyone", summary="The form to log in with"),

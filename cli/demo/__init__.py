@@ -55,7 +55,8 @@ def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver
     """
     from cli.demo.programs import Receiver  # noqa: PLC0415
     from cli.demo.stage import Stage  # noqa: PLC0415
-    from cli.stack import Layout, fatal_failures  # noqa: PLC0415
+    from cli.stack import fatal_failures  # noqa: PLC0415
+    from cli.stack.layout import Layout  # noqa: PLC0415
     from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
@@ -79,7 +80,7 @@ def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver
 
 def sweep() -> None:
     """Remove the files of runs that were killed."""
-    from cli.stack import Layout  # noqa: PLC0415
+    from cli.stack.layout import Layout  # noqa: PLC0415
     from embedded import ProcessIdentity  # noqa: PLC0415
 
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):

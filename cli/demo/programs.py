@@ -11,9 +11,8 @@ from typing import Any, Final, NamedTuple, Self
 
 from aiohttp import web
 
-from cli.stack import Stack
+from cli.stack import PageProgram, Stack
 from cli.stack.layout import MESH
-from cli.stack.programs import PageProgram
 from embedded import EmbeddedServer
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired

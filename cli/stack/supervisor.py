@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
+from cli.stack import Stack, module_command
 from cli.stack.layout import Layout
-from cli.stack.programs import module_command
-from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
 from postroom._wire.retry import Backoff

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.stack.programs import choose_port
+from cli.stack import choose_port
 from embedded.postgres import postgres_home
 from postroom.spark.session import spare_workers_the_zip
 

@@ -19,7 +19,8 @@ import asyncpg
 import pytest
 from support.terminal import Terminal
 
-from cli.stack import Layout, Stack
+from cli.stack import Stack
+from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
 from embedded import ProcessIdentity
 from embedded.processes import tethered

@@ -272,7 +272,7 @@ async def _everywhere(run: Run, faults: tuple[Fault, ...]) -> None:
     async with mailroom(run) as room:
         room.daemon.stop()
         shim = Shim(run.place(), room.state)
-        async with nursery(run.place(), shim.environment, "daemon.main", "cli.main", "daemon.postroomd") as children:
+        async with nursery(run.place(), shim.environment, "daemon.__main__", "cli.main") as children:
             stage = Stage(run, room, shim, children, room.state)
             for name, journey in JOURNEYS.items():
                 operations = await _travel(stage, journey, 0, faults[0])

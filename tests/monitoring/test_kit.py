@@ -17,7 +17,7 @@ from support.scraped import GENERATOR, PATIENCE, Kit, WebServer
 from support.small_disk import on_a_small_disk
 from support.waiting import until_so, wait_until
 
-from cli.stack.programs import choose_port
+from cli.stack import choose_port
 from embedded.processes import tethered
 from postroom._wire.sql import load_queries
 from postroom.delivery.nats import connect

@@ -23,9 +23,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self
 
+from cli.stack import DaemonProgram, Stack, WorkerProgram, choose_port
 from cli.stack.layout import MESH
-from cli.stack.programs import DaemonProgram, WorkerProgram, choose_port
-from cli.stack.stack import Stack
 from embedded.processes import tethered
 from support.mailroom import Process
 from support.waiting import wait_until

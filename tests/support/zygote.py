@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 _IMPORTED: Final = (
-    "daemon.main",
+    "daemon.__main__",
     "broker.__main__",
     "broker.server",
     "postroom.worker.process",

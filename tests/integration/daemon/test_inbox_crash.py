@@ -27,7 +27,7 @@ FATAL = """
 import os, signal, sqlite3, sys
 import daemon.receiver as filing
 from postroom.chassis.store import Transactor
-from daemon.main import main
+from daemon.__main__ import main
 
 point, fatal = sys.argv[1], int(sys.argv[2])
 calls = 0

@@ -21,7 +21,7 @@ from support.mailroom import worker
 from support.waiting import until_so
 
 from broker.database import QUERIES, migrate
-from cli.stack.programs import choose_port
+from cli.stack import choose_port
 from embedded import EmbeddedNats, EmbeddedPostgres
 from embedded.processes import tethered
 from postroom.delivery.applications import install

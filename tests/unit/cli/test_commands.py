@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.stack import Stack
-from cli.stack.programs import Program, module_command
+from cli.stack import Program, Stack, module_command
 
 NAMES = ("broker", "cli", "daemon", "embedded", "worker")
 

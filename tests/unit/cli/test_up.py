@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli import main
-from cli.stack import Layout
+from cli.stack.layout import Layout
 from cli.stack.supervisor import last_words
 from cli.up import explain
 from postroom.chassis.exits import Exit
