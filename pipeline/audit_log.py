@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
-from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
 from pipeline.runner import Database, Outcome, submitted
-from pipeline.tables import read_ranges, snapshot
+from pipeline.tables import columns, read_ranges, snapshot
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,46 +36,17 @@ if TYPE_CHECKING:
 _GROUP_ROWS: Final = 65_536  # of a row group
 _UNFINISHED: Final = ".part-"  # how names of files begin that are not whole
 _ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose task was killed
-DAYS: Final = (
-    StructType()
-    .add("source", StringType())
-    .add("day", StringType())
-    .add("rows", LongType())
-    .add("became", StringType())
-)
+DAYS: Final = columns("source string, day string, rows long, became string")
 _SETTLED: Final = timedelta(hours=1)  # after which nothing of a day can still commit
 
-_HISTORY: Final = (
-    StructType()
-    .add("day", StringType())
-    .add("mesh", StringType())
-    .add("history_id", LongType())
-    .add("accepted_at", TimestampType())
-    .add("broker_message_id", StringType())
-    .add("client_message_id", StringType())
-    .add("sender", StringType())
-    .add("to", StringType())
-    .add("recipients", IntegerType())
-    .add("request_fingerprint", StringType())
+_HISTORY: Final = columns(
+    "day string, mesh string, history_id long, accepted_at timestamp, broker_message_id string, "
+    "client_message_id string, sender string, to string, recipients integer, request_fingerprint string"
 )
-_OUTBOX: Final = (
-    StructType()
-    .add("id", StringType())
-    .add("client_message_id", StringType())
-    .add("status", StringType())
-    .add("destination", StringType())
-    .add("priority", StringType())
-    .add("enqueued_at", TimestampType())
-    .add("attempts", LongType())
-    .add("request_fingerprint", StringType())
-    .add("last_error", StringType())
-    .add("delivered_at", TimestampType())
-    .add("broker_message_id", StringType())
-    .add("history_id", LongType())
-    .add("aborted_at", TimestampType())
-    .add("aborted_by", StringType())
-    .add("superseded_by", StringType())
-    .add("submitted_by", StringType())
+_OUTBOX: Final = columns(
+    "id string, client_message_id string, status string, destination string, priority string, enqueued_at timestamp, "
+    "attempts long, request_fingerprint string, last_error string, delivered_at timestamp, broker_message_id string, "
+    "history_id long, aborted_at timestamp, aborted_by string, superseded_by string, submitted_by string"
 )
 
 

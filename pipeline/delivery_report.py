@@ -15,22 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
-from pyspark.sql.types import DoubleType, StringType, StructType
 
 from pipeline.runner import History, Outcome, moment, submitted
-from pipeline.tables import read_ranges, snapshot
+from pipeline.tables import columns, read_ranges, snapshot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_ROWS: Final = (
-    StructType()
-    .add("day", StringType())
-    .add("mesh", StringType())
-    .add("to", StringType())
-    .add("stage", StringType())
-    .add("milliseconds", DoubleType())
-)
+_ROWS: Final = columns("day string, mesh string, to string, stage string, milliseconds double")
 _PANELS: Final = 6
 _COLUMNS: Final = 2
 _COLOURS: Final = {"published": "#2f6f8f", "handled": "#c8553d"}

@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 from uuid import UUID
 
 import msgspec
-from pyspark.sql.types import (
-    BooleanType,
-    DataType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 from pipeline.runner import Database, Outcome, submitted
-from pipeline.tables import Snapshot, read_table, snapshot
+from pipeline.tables import Snapshot, columns, read_table, snapshot
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
@@ -35,9 +25,9 @@ if TYPE_CHECKING:
 _SQL: Final = load_queries("pipeline", "orphan_check.sql")
 _ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)
 
-_ID: Final = ("broker_message_id", StringType())
-_KIND: Final = ("destination_kind", StringType())
-_PLACE: Final = (("mesh_id", IntegerType()), ("history_id", LongType()))
+_ID: Final = "broker_message_id string"
+_KIND: Final = "destination_kind string"
+_PLACE: Final = "mesh_id integer, history_id long"
 
 
 class Options(Database, kw_only=True):
@@ -59,19 +49,16 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 def find_orphans(spark: SparkSession, moment: Snapshot, events_kept: timedelta) -> list[Violation]:
     """Return every violation, by kind, as `broker.orphans.find_orphans` does."""
 
-    def read(table: str, query: str, *columns: tuple[str, DataType]) -> DataFrame:
-        schema = StructType([StructField(name, kind) for name, kind in columns])
-        return read_table(spark, moment, table, query, schema)
+    def read(table: str, query: str, *described: str) -> DataFrame:
+        return read_table(spark, moment, table, query, columns(", ".join(described)))
 
-    accepted_at, occurred_at = ("accepted_at", TimestampType()), ("occurred_at", TimestampType())
+    accepted_at, occurred_at = "accepted_at timestamp", "occurred_at timestamp"
     tables = {
-        "dedupe": read(
-            "mesh.client_message_dedupe", "dedupe_rows", _ID, *_PLACE, _KIND, ("history_available", BooleanType())
-        ),
+        "dedupe": read("mesh.client_message_dedupe", "dedupe_rows", _ID, _PLACE, _KIND, "history_available boolean"),
         "message": read("mesh.topic_message", "topic_message_rows", _ID, _KIND, accepted_at).union(
             read("mesh.message_queue", "message_queue_rows", _ID, _KIND, accepted_at)
         ),
-        "history_row": read("mesh.message_history", "history_rows", _ID, *_PLACE, ("recipients", IntegerType())),
+        "history_row": read("mesh.message_history", "history_rows", _ID, _PLACE, "recipients integer"),
         "delivery": read("mesh.delivery_queue", "delivery_rows", _ID),
         "mention": read("mesh.mention_index", "mention_rows", _ID),
         "dropped_delivery": read("postroom.dropped_deliveries", "dropped_delivery_rows", _ID),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
-from pyspark.sql.types import LongType, StringType, StructType
 
 from pipeline.runner import Outcome, Struct, submitted
 from postroom.chassis.exits import Exit, Fatal
@@ -22,15 +21,8 @@ from postroom.delivery.agents.replay import verify
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_SCHEMA: Final = (
-    StructType()
-    .add("store", StringType())
-    .add("agent", StringType())
-    .add("tenant", StringType())
-    .add("workspace", StringType())
-    .add("position", LongType())
-    .add("state_hash", StringType())
-    .add("why", StringType())
+_COLUMNS: Final = (
+    "store STRING, agent STRING, tenant STRING, workspace STRING, position LONG, state_hash STRING, why STRING"
 )
 
 
@@ -47,7 +39,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     if not stores:
         raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}: pass where they are with stores=PATTERN")
     frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
-    found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _SCHEMA).localCheckpoint()
+    found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _COLUMNS).localCheckpoint()
     if options.output is not None:
         found.orderBy("store").coalesce(1).write.mode("overwrite").parquet(options.output)
     rows = found.orderBy("store").collect()

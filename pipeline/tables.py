@@ -45,6 +45,15 @@ async def migrate(url: str) -> list[str]:
     return await postgres.migrate(url, ROOM)
 
 
+def columns(text: str) -> StructType:
+    """Return the columns that `text` names, each with its type: `mesh string, history_id long`."""
+    schema = StructType()
+    for column in text.split(", "):
+        name, kind = column.split()
+        schema.add(name, kind)
+    return schema
+
+
 def history(spark: SparkSession, options: History) -> DataFrameReader:
     """Return what reads the history, or the part of it that the options mean."""
     spark.dataSource.register(HistorySource)
@@ -142,10 +151,10 @@ def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -
             waiting = iter(rows)
             async with connected(url) as connection:
                 while batch := list(islice(waiting, _ROWS)):
-                    arguments: list[list[Any]] = [[row[column] for row in batch] for column in columns]
+                    arguments: list[list[Any]] = [[row[column] for row in batch] for column in named]
                     await connection.execute(statement, *arguments)
 
         asyncio.run(run())
 
-    columns = frame.columns
+    named = frame.columns
     frame.sortWithinPartitions(*key).foreachPartition(write)
