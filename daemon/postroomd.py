@@ -12,6 +12,7 @@ import asyncio
 import shutil
 from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -80,30 +81,19 @@ class Reports:
         return self._outbox.healthy, relay.state, relay.degraded, self._services.inbox.trouble()
 
 
+@dataclass(kw_only=True)
 class Postroomd:
     """Everything that runs in one daemon process."""
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        *,
-        outbox: Outbox,
-        link: BrokerLink,
-        relay: Relay,
-        receiver: Receiver | None,
-        server: Server,
-        page: Server,
-        reports: Reports,
-    ) -> None:
-        self.config = config
-        self.outbox = outbox
-        self.link = link
-        self.relay = relay
-        self.receiver = receiver  # None: the config names no NATS, and there is no inbox
-        self.server = server
-        self.page = page  # the metrics, where the config has a port for them
-        self.reports = reports
-        self._own: list[tuple[Path, int]] = []  # the socket files, with their inodes, that are ours to remove
+    config: DaemonConfig
+    outbox: Outbox
+    link: BrokerLink
+    relay: Relay
+    receiver: Receiver | None  # None: the config names no NATS, and there is no inbox
+    server: Server
+    page: Server  # the metrics, where the config has a port for them
+    reports: Reports
+    own: list[tuple[Path, int]] = field(default_factory=list)  # socket files that are ours to remove, with their inodes
 
     @classmethod
     async def open(cls, config: DaemonConfig, *, accept_lost_ids: bool = False) -> Self:
@@ -174,7 +164,7 @@ class Postroomd:
             reports = Reports(services, outbox, link, relay, address=address, state=state)
             page = Server(metrics_routes(services), limits=config.limits, policy=Policy(), counters=Counters())
             daemon = cls(
-                config,
+                config=config,
                 outbox=outbox,
                 link=link,
                 relay=relay,
@@ -186,11 +176,11 @@ class Postroomd:
             # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
             sockets = list(inherited)
             if not inherited:
-                path = socket_path(daemon.config)
-                sockets.append(listener.unix_listener(path, daemon.config.socket.group))
-                daemon._own.append((path, path.lstat().st_ino))
-            if daemon.config.tcp.port is not None:
-                sockets.append(listener.tcp_listener(daemon.config.tcp.port))
+                path = socket_path(config)
+                sockets.append(listener.unix_listener(path, config.socket.group))
+                daemon.own.append((path, path.lstat().st_ino))
+            if config.tcp.port is not None:
+                sockets.append(listener.tcp_listener(config.tcp.port))
             if config.metrics.listen_port is not None:
                 scraped = listener.tcp_listener(config.metrics.listen_port, config.metrics.listen_host)
                 await daemon.page.start([scraped])
@@ -229,7 +219,7 @@ class Postroomd:
 
     async def close(self) -> None:
         """Close what is left: the outbox last but for the link. Safe after any failure."""
-        for path, inode in self._own:
+        for path, inode in self.own:
             listener.remove(path, inode)
         try:
             await self.outbox.close()
