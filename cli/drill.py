@@ -11,15 +11,13 @@ import asyncio
 import os
 import shlex
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from cli.demo import State, perform
-from cli.demo.programs import HandledStack, Receiver
-from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Told
-from cli.demo.stage import Stage
+from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Told, differing
+from cli.demo.stage import HandledStack, Receiver, Stage, wait
 from cli.noun import noun
 from cli.stack import module_command
 from embedded.postgres import postgres_home
@@ -36,8 +34,6 @@ WAITING: Final = 200  # that wait in the outbox when that is backed up
 AFTER_OUTBOX: Final = 200  # accepted and handled after the backup of the outbox
 UNRELAYED: Final = 100  # acknowledged by the daemon alone when its disk is lost
 WHY: Final = "a drill"
-_WAIT_SECONDS: Final = 300.0
-_POLL_SECONDS: Final = 0.1
 
 
 @app.callback()
@@ -91,7 +87,7 @@ class RestoreDrill:
         for program in reversed(users):
             program.start()
         with self._client() as client:
-            self._wait(lambda: client.health().missing == AFTER_POSTGRES, "for the daemon to compare")
+            wait(lambda: client.health().missing == AFTER_POSTGRES, "for the daemon to compare")
         self.stage.say(f"the daemon says that the database lost {AFTER_POSTGRES:,} messages", "red")
         self._type("outbox", "resend", "--missing", "--reason", WHY, "--yes")
         self._handle_everything(again=AFTER_POSTGRES)
@@ -137,9 +133,6 @@ class RestoreDrill:
         effects = self.receiver.effects_of(TOPIC)
         handled = {effect.client_message_id for effect in effects}
         total = FIRST + AFTER_POSTGRES + WAITING + AFTER_OUTBOX + UNRELAYED
-        differing = sum(
-            outbox.accepted.get(key) != broker.accepted.get(key) for key in {*outbox.accepted, *broker.accepted}
-        )
         lines = (
             ("sent", "acknowledged, under ids of their own", Count(len(sent), total)),
             ("accepted", "in Postgres, byte for byte as in the outbox", Count(len(broker.accepted), total)),
@@ -151,7 +144,7 @@ class RestoreDrill:
             (
                 "lost",
                 "acknowledged, but not in SQLite, Postgres and at the handler",
-                Count(len(sent - handled) + differing, 0),
+                Count(len(sent - handled) + differing(outbox, broker), 0),
             ),
         )
         self.stage.table(
@@ -188,9 +181,9 @@ class RestoreDrill:
                 health = client.health()
                 return not (health.rows["pending"] + health.rows["inflight"] + health.missing)
 
-            self._wait(settled, "for the broker to accept everything")
+            wait(settled, "for the broker to accept everything")
         wanted = len(self._sent) + again
-        self._wait(lambda: len(self.receiver.effects_of(TOPIC)) >= wanted, "for the handler")
+        wait(lambda: len(self.receiver.effects_of(TOPIC)) >= wanted, "for the handler")
         twice = f", {again:,} of them twice" if again else ""
         self.stage.say(f"{len(self._sent):,} accepted and handled{twice}", "green")
 
@@ -215,10 +208,3 @@ class RestoreDrill:
             raise Fatal(Exit.FAILED, f"`{shlex.join(typed)}` ended with {done.returncode}: {done.stdout.strip()}")
         for each in done.stdout.splitlines():
             self.stage.say(each)
-
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                raise Fatal(Exit.FAILED, f"gave up after waiting {_WAIT_SECONDS:.0f} s {what}")
-            time.sleep(_POLL_SECONDS)

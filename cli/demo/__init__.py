@@ -18,8 +18,7 @@ import typer
 from cli.noun import noun
 
 if TYPE_CHECKING:
-    from cli.demo.programs import HandledStack, Receiver
-    from cli.demo.stage import Stage
+    from cli.demo.stage import HandledStack, Receiver, Stage
 
 app = noun()
 
@@ -37,7 +36,7 @@ _PREFIX: Final = "postroom-demo-"
 def demo(*, state: State = None) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
     from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
-    from cli.demo.programs import DemoStack  # noqa: PLC0415
+    from cli.demo.stage import DemoStack  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
     if not EVENTS.exists():
@@ -53,8 +52,7 @@ def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver
 
     Raises `Fatal` where `run` says that a number is wrong, and where there is an outbox already.
     """
-    from cli.demo.programs import Receiver  # noqa: PLC0415
-    from cli.demo.stage import Stage  # noqa: PLC0415
+    from cli.demo.stage import Receiver, Stage  # noqa: PLC0415
     from cli.stack import fatal_failures  # noqa: PLC0415
     from cli.stack.layout import Layout  # noqa: PLC0415
     from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415

@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
-from cli.demo.programs import CONSUMER, EXAMPLES, POISON, DemoStack, Receiver
 from cli.demo.reckoning import ANSWER, TOPIC, Handled, Meant, Told, reckon
-from cli.demo.stage import Stage
+from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, DemoStack, Receiver, Stage, wait
 from cli.stack.layout import MESH
 from postroom import BrokerClient, Client, PostroomError
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
@@ -32,8 +30,6 @@ TYPO: Final = "topic:ordres"
 QUEUE: Final = "counter"  # whose commands the agent takes
 COMMANDS: Final = 3
 PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
-WAIT_SECONDS: Final = 300.0
-_POLL_SECONDS: Final = 0.1
 _SENT_AGAIN: Final = 500  # events
 
 
@@ -50,14 +46,6 @@ class Demo:
     def client(self) -> Client:
         """Return a client that outlives a daemon."""
         return Client(self.stack.layout.socket, patience=PATIENCE)
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; raises `Fatal` where it does not come to that."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                raise Fatal(Exit.FAILED, f"gave up after waiting {WAIT_SECONDS:.0f} s {what}")
-            time.sleep(_POLL_SECONDS)
 
     def run(self) -> bool:
         """Do everything, in order; raises `Fatal` where a process ended that should not have."""
@@ -92,7 +80,7 @@ class Demo:
 
         def stop(go_on: Callable[[], None]) -> None:
             with self.client() as client:
-                self.wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
+                wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
             self.stack.broker.stop()
             go_on()
 
@@ -154,7 +142,7 @@ class Demo:
                 show(done)
                 return done >= events
 
-            self.wait(handled, "for the handler to get every event")
+            wait(handled, "for the handler to get every event")
         again = f"{self.receiver.repeated:,} came twice and were handled once"
         self.stage.say(f"{len(self.receiver.effects):,} events handled; {again}", "green")
 
@@ -166,7 +154,7 @@ class Demo:
                 sent = client.send(f"queue:{QUEUE}", f"count this, {number}")
                 self.told.sent.append(sent.client_message_id)
                 self.told.commands.append(sent.client_message_id)
-        self.wait(lambda: len(self.receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
+        wait(lambda: len(self.receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
         self.stage.say(f"{COMMANDS} answers reached the handler as {MESH}.event.{ANSWER}.v1", "green")
 
     def _bury_and_replay(self) -> None:
@@ -182,7 +170,7 @@ class Demo:
             letters[:] = self._ask(lambda broker: broker.list_things(DEAD_LETTERS, query)).letters
             return bool(letters)
 
-        self.wait(dead, "for the dead letter")
+        wait(dead, "for the dead letter")
         (stored,) = letters
         if stored.letter is None:
             raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
@@ -192,7 +180,7 @@ class Demo:
         result = self._ask(lambda broker: broker.change(DEAD_LETTERS, "replay", meant, mesh=MESH, reason=why))
         for failure in result.failed:
             raise Fatal(Exit.FAILED, failure.problem.detail)
-        self.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
+        wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self.stage.say("replayed under a fresh message id, and handled", "green")
 
     def _count(self, meant: Meant) -> bool:
@@ -252,7 +240,7 @@ class Demo:
                 show(len(self._events) - waiting)
                 return waiting == 0
 
-            self.wait(arrived, "for every event to arrive")
+            wait(arrived, "for every event to arrive")
         self.stage.say("nothing is waiting: the broker has everything", "green")
 
 

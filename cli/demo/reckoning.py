@@ -232,15 +232,15 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
             "acknowledged, but not there byte for byte",
             Count(len(missing_here), 0),
             Count(outbox.unsettled, 0),
-            Count(
-                sum(
-                    outbox.accepted.get(key) != broker.accepted.get(key)
-                    for key in outbox.accepted.keys() | broker.accepted.keys()
-                ),
-                0,
-            ),
+            Count(differing(outbox, broker), 0),
         ),
     ]
+
+
+def differing(outbox: Outbox, broker: Broker) -> int:
+    """Count what is in one of both alone, or not byte for byte the same in the other."""
+    keys = outbox.accepted.keys() | broker.accepted.keys()
+    return sum(outbox.accepted.get(key) != broker.accepted.get(key) for key in keys)
 
 
 def _accepted(rows: Iterable[tuple[str, bytes]]) -> Accepted:
