@@ -11,9 +11,8 @@ import msgspec
 from aiohttp import web
 
 from console.messages import MOST_TEXT
-from console.plots import HEIGHT, bars
 from console.sessions import SESSION
-from console.views import ROWS, asked, grow, mesh_of, page
+from console.views import HEIGHT, ROWS, asked, bars, grow, mesh_of, page
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses, LetterPage, LettersQuery
 from postroom._wire.digits import explain

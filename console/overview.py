@@ -16,9 +16,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 
-from console.plots import HEIGHT, draw
 from console.sessions import SESSION
-from console.views import MESSAGES, SESSIONS, number, page
+from console.views import HEIGHT, MESSAGES, SESSIONS, draw, number, page
 from postroom import BrokerClient
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCounts

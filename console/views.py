@@ -1,4 +1,7 @@
-"""What a page is made of: the templates, and what each of them gets.
+"""What a page is made of: the templates, what each of them gets, and plots.
+
+A plot is a path of SVG, so that it needs no script: as wide as there are minutes, and `HEIGHT` high; the page stretches
+it. A table says the same.
 
 Everything that a template is given is text to it: Jinja escapes it. No page has a script or a style of its own.
 """
@@ -6,8 +9,9 @@ Everything that a template is given is text to it: Jinja escapes it. No page has
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
@@ -17,6 +21,7 @@ from aiohttp import web
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from console.sessions import COOKIE, SESSION, Session, Sessions, new_cookie
+from postroom._wire.programs import LATENCIES, Minute
 from postroom._wire.words import counted, span
 
 _HERE: Final = Path(__file__).parent
@@ -24,6 +29,11 @@ STATIC: Final = {file.name: file.read_bytes() for file in sorted((_HERE / "stati
 VERSION: Final = hashlib.sha256(b"".join(STATIC.values())).hexdigest()[:12]  # browsers keep a file under it for ever
 SESSIONS: Final = web.AppKey("sessions", Sessions)
 ROWS: Final = 50  # of a list on one page
+
+HEIGHT: Final = 60
+_GAP: Final = 0.2  # between two bars, where a minute is 1 wide
+_LEAST: Final = 0.001  # seconds, at the foot of the scale of latencies
+_DECADES: Final = math.log10(LATENCIES[-1] / _LEAST)
 
 HOME: Final = "/"  # where a log-in leads
 MESSAGES: Final = "/messages"
@@ -153,3 +163,51 @@ async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | No
         return session.mesh, [session.mesh]
     meshes = [mesh.slug for mesh in await session.client.list_meshes()]
     return given.get("mesh") or next(iter(meshes), None), meshes
+
+
+class Plots(NamedTuple):
+    """Paths and captions, by what they show."""
+
+    paths: dict[str, str]
+    captions: dict[str, str]
+
+
+def draw(minutes: Sequence[Minute]) -> Plots:
+    """Draw what was counted in each minute as bars, and how long it took as lines on a logarithmic scale."""
+    counts = {
+        "accepted": [one.accepted for one in minutes],
+        "handled": [one.handled for one in minutes],
+        "dead_lettered": [one.dead_lettered for one in minutes],
+    }
+    latencies = {"p50": [one.p50 for one in minutes], "p99": [one.p99 for one in minutes]}
+    paths = {name: bars(found) for name, found in counts.items()}
+    captions = {
+        name: f"{number(sum(found))}, at most {number(max(found))} in a minute" if any(found) else "none"
+        for name, found in counts.items()
+    }
+    for name, found in latencies.items():
+        paths[name] = _line(found)
+        known = [seconds for seconds in found if seconds is not None]
+        captions[name] = f"{span(known[-1])}, at most {span(max(known))}" if known else "-"
+    return Plots(paths, captions)
+
+
+def bars(counts: Sequence[int]) -> str:
+    """Return a bar for each count."""
+    most = max(counts, default=0)
+    return "".join(
+        f"M{place + _GAP / 2:.1f} {HEIGHT}v-{HEIGHT * count / most:.1f}h{1 - _GAP:.1f}V{HEIGHT}z"
+        for place, count in enumerate(counts)
+        if count
+    )
+
+
+def _line(latencies: Sequence[float | None]) -> str:
+    """Return a line that is interrupted where nothing was handled."""
+    pieces, joined = [], False
+    for place, seconds in enumerate(latencies):
+        if seconds is not None:
+            height = HEIGHT * math.log10(max(seconds, _LEAST) / _LEAST) / _DECADES
+            pieces.append(f"{'L' if joined else 'M'}{place} {HEIGHT - height:.1f}h1")
+        joined = seconds is not None
+    return "".join(pieces)
