@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -31,46 +32,27 @@ webhooks = noun("Administer the webhooks of a topic.")
 queues = noun("Administer queues.")
 topics.add_typer(webhooks, name="webhook")
 
-MeshName = Annotated[
-    str,
-    typer.Argument(
-        metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"), autocompletion=completion.meshes
-    ),
-]
-MemberName = Annotated[
-    str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"), autocompletion=completion.members)
-]
-OperatorName = Annotated[str, typer.Argument(metavar="NAME", help="The operator.", callback=named("operator"))]
-TopicName = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME", help="The topic, in snake_case.", callback=named("topic"), autocompletion=completion.topics
-    ),
-]
-QueueName = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME",
-        help="The queue: one to four words joined by dots.",
-        callback=named("queue"),
-        autocompletion=completion.queues,
-    ),
-]
+
+def _name(kind: Literal["mesh", "member", "operator", "topic", "queue"], help_text: str, metavar: str = "NAME") -> Any:
+    """Describe an argument that is the name of such a thing; operators are not completed."""
+    offered = {
+        "mesh": completion.meshes,
+        "member": completion.members,
+        "topic": completion.topics,
+        "queue": completion.queues,
+    }
+    return typer.Argument(metavar=metavar, help=help_text, callback=named(kind), autocompletion=offered.get(kind))
+
+
+MeshName = Annotated[str, _name("mesh", "The mesh, in snake_case.", "SLUG")]
+MemberName = Annotated[str, _name("member", "The member.")]
+OperatorName = Annotated[str, _name("operator", "The operator.")]
+TopicName = Annotated[str, _name("topic", "The topic, in snake_case.")]
+QueueName = Annotated[str, _name("queue", "The queue: one to four words joined by dots.")]
 Subscriber = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MEMBER]",
-        help="The member [default: the daemon's own, through its socket].",
-        callback=named("member"),
-        autocompletion=completion.members,
-    ),
+    str | None, _name("member", "The member [default: the daemon's own, through its socket].", "[MEMBER]")
 ]
-WebhookTopic = Annotated[
-    str,
-    typer.Argument(
-        metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"), autocompletion=completion.topics
-    ),
-]
+WebhookTopic = Annotated[str, _name("topic", "The topic, in snake_case.", "TOPIC")]
 TokenOut = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the token to this new file, mode 0600 [default: show it once]."),
@@ -111,11 +93,8 @@ def create_member(
     reach: Reach,
 ) -> None:
     """Create a member; its token is shown only once, and stored nowhere."""
-
-    def issue() -> MemberToken:
-        role: Role = "admin" if admin else "member"
-        return with_mesh(reach, lambda client, mesh: client.create_member(mesh, name, role))
-
+    role: Role = "admin" if admin else "member"
+    issue = partial(with_mesh, reach, lambda client, mesh: client.create_member(mesh, name, role))
     _hand_over(token_out, issue, as_json=as_json)
 
 
@@ -135,10 +114,7 @@ def rotate_token(
     """Give a member a new token; the old one is refused from then on, unless it is kept."""
     if not keep_old:
         confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
-
-    def issue() -> MemberToken:
-        return with_mesh(reach, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
-
+    issue = partial(with_mesh, reach, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
     _hand_over(token_out, issue, as_json=as_json)
 
 
@@ -195,11 +171,8 @@ def create_operator(
     token_file: TokenFile = None,
 ) -> None:
     """Create an operator; its token is shown only once, and stored nowhere."""
-
-    def issue() -> OperatorToken:
-        may = cast("OperatorRole", role)
-        return with_broker(url, token_file, lambda client: client.create_operator(name, may, mesh))
-
+    may = cast("OperatorRole", role)
+    issue = partial(with_broker, url, token_file, lambda client: client.create_operator(name, may, mesh))
     _hand_over(token_out, issue, as_json=as_json)
 
 
@@ -215,10 +188,7 @@ def rotate_operator_token(
 ) -> None:
     """Give an operator a new token; the old one is refused from then on."""
     confirm(f"Replace the token of {name}, so that the old one is refused?", yes=yes)
-
-    def issue() -> OperatorToken:
-        return with_broker(url, token_file, lambda client: client.rotate_operator_token(name))
-
+    issue = partial(with_broker, url, token_file, lambda client: client.rotate_operator_token(name))
     _hand_over(token_out, issue, as_json=as_json)
 
 
@@ -254,13 +224,9 @@ def create_topic(*, name: TopicName, as_json: Json = False, reach: Reach) -> Non
 @with_options
 def list_topics(*, as_json: Json = False, reach: Reach) -> None:
     """List the topics of a mesh."""
-    listing(
-        with_mesh(reach, lambda client, mesh: client.list_topics(mesh)),
-        ("TOPIC", "MESH", "SUBSCRIBERS", "CREATED"),
-        lambda topic: (topic.name, topic.mesh, topic.subscribers, topic.created_at),
-        things="topics",
-        as_json=as_json,
-    )
+    found = with_mesh(reach, lambda client, mesh: client.list_topics(mesh))
+    columns = ("TOPIC", "MESH", "SUBSCRIBERS", "CREATED")
+    listing(found, columns, lambda t: (t.name, t.mesh, t.subscribers, t.created_at), things="topics", as_json=as_json)
 
 
 @topics.command("delete")
@@ -300,13 +266,9 @@ def unsubscribe(*, name: TopicName, member: Subscriber = None, reach: Reach, soc
 @with_options
 def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
     """List the subscribers of a topic."""
-    listing(
-        with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name)),
-        ("MEMBER", "TOPIC", "SINCE"),
-        lambda subscription: (subscription.member, subscription.topic, subscription.created_at),
-        things="subscribers",
-        as_json=as_json,
-    )
+    found = with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name))
+    columns = ("MEMBER", "TOPIC", "SINCE")
+    listing(found, columns, lambda one: (one.member, one.topic, one.created_at), things="subscribers", as_json=as_json)
 
 
 @webhooks.command()
@@ -333,13 +295,9 @@ def add(
 @with_options
 def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -> None:
     """List the webhooks of a topic."""
-    listing(
-        with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic)),
-        ("ID", "TOPIC", "ADDRESS", "CREATED"),
-        lambda webhook: (webhook.id, webhook.topic, webhook.url, webhook.created_at),
-        things="webhooks",
-        as_json=as_json,
-    )
+    found = with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic))
+    columns = ("ID", "TOPIC", "ADDRESS", "CREATED")
+    listing(found, columns, lambda w: (w.id, w.topic, w.url, w.created_at), things="webhooks", as_json=as_json)
 
 
 @webhooks.command()
@@ -369,13 +327,9 @@ def create_queue(*, name: QueueName, as_json: Json = False, reach: Reach) -> Non
 @with_options
 def list_queues(*, as_json: Json = False, reach: Reach) -> None:
     """List the queues of a mesh."""
-    listing(
-        with_mesh(reach, lambda client, mesh: client.list_queues(mesh)),
-        ("QUEUE", "MESH", "CREATED"),
-        lambda queue: (queue.name, queue.mesh, queue.created_at),
-        things="queues",
-        as_json=as_json,
-    )
+    found = with_mesh(reach, lambda client, mesh: client.list_queues(mesh))
+    columns = ("QUEUE", "MESH", "CREATED")
+    listing(found, columns, lambda one: (one.name, one.mesh, one.created_at), things="queues", as_json=as_json)
 
 
 @queues.command("delete")

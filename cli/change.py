@@ -7,14 +7,14 @@ all that filters match, a dry run counts first what would be done, and what fail
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from cli.connect import with_broker
 from cli.noun import All, DryRun, Json, Reach, Reason, Yes
-from cli.output import confirm, progress, reason_or_ask
+from cli.output import confirm, json_line, line, note, progress, reason_or_ask
 from postroom._wire.nouns import CHANGES, Noun
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
@@ -117,6 +117,25 @@ def change_all(
         for some in _cut([str(getattr(one, "id", one)) for one in done], size):
             yield ask(Asked(some, why, dry_run=False))
             show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
+
+
+def tell_each(
+    portions: Iterable[Portion], verb: str, change: Change, *, things: str, done_as: str, named: bool = True
+) -> None:
+    """Write each thing that was done, `done_as`, and why others failed, perhaps `named`; exit code 1 then."""
+    done = failed = 0
+    for portion in portions:
+        for id_, problem in portion.failed.items():
+            note(f"{id_}: {problem.detail}" if named else problem.detail)
+        for one in portion.done:
+            id_ = str(getattr(one, "id", one))
+            as_said = {"id": id_, "done": None if change.dry_run else verb}
+            json_line(as_said) if change.as_json else line(f"{id_} {done_as}")
+        done, failed = done + len(portion.done), failed + len(portion.failed)
+    if not (done or failed):
+        note(f"no {things} match: nothing to do")
+    if failed:
+        raise SystemExit(Exit.FAILED)
 
 
 def asking(

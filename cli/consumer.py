@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice
+from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
-from cli.output import ago, fields, json_line, line, listing, note
+from cli.output import ago, fields, json_line, line, listing
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
@@ -138,18 +138,8 @@ def pause_or_resume(verb: str, *, names: Names = None, filters: Filters, change:
         return [one.id for one in found if ("active" if one.paused_by is None else "paused") in table.states]
 
     ask = asking(CONSUMERS, verb, ConsumerFilter(ids=chosen), reach, mesh=reach.mesh, find=find)
-    done = failed = 0
-    for portion in change_all("consumer", verb, chosen, change, ask, undoable=True):
-        for id_, problem in portion.failed.items():
-            note(f"{id_}: {problem.detail}")
-        for one in portion.done:
-            as_said = {"id": one, "done": None if change.dry_run else verb}
-            json_line(as_said) if change.as_json else line(f"{one} {'would be ' * change.dry_run}{table.done}")
-        done, failed = done + len(portion.done), failed + len(portion.failed)
-    if not (done or failed):
-        note("no consumers match: nothing to do")
-    if failed:
-        raise SystemExit(Exit.FAILED)
+    portions = change_all("consumer", verb, chosen, change, ask, undoable=True)
+    tell_each(portions, verb, change, things="consumers", done_as=f"{'would be ' * change.dry_run}{table.done}")
 
 
 for _verb, _table in CONSUMERS.verbs.items():

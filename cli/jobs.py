@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice
+from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
 from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
@@ -22,7 +22,6 @@ from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
-from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -333,18 +332,7 @@ def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, r
     named = [str(_uuid(each)) for each in ids]
     ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
     said = f"would {verb}" if change.dry_run else JOBS.verbs[verb].done
-    done = failed = 0
-    for portion in change_all("job", verb, named, change, ask):
-        for job in portion.done:
-            as_said = {"id": job.id, "done": None if change.dry_run else verb}
-            json_line(as_said) if change.as_json else line(f"{job.id} {said}")
-        for problem in portion.failed.values():
-            note(problem.detail)
-        done, failed = done + len(portion.done), failed + len(portion.failed)
-    if not (done or failed):
-        note("no jobs match: nothing to do")
-    if failed:
-        raise SystemExit(Exit.FAILED)
+    tell_each(change_all("job", verb, named, change, ask), verb, change, things="jobs", done_as=said, named=False)
 
 
 for _verb, _table in JOBS.verbs.items():

@@ -51,6 +51,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def folded(text: str, width: int, first: str = "", below: str = "") -> list[str]:
+    """Fold a text to lines within the width; no word of it is broken, and nothing in it steers the terminal."""
+    return textwrap.wrap(
+        printable(text.replace("\n", " ")),
+        width,
+        initial_indent=first,
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 class Progress:
     """How far something is that takes longer than a second: one line on standard error, while that is a terminal.
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import ago, fold_command, json_line, printable
+from cli.output import ago, fold_command, folded, json_line, printable
 from postroom._wire.programs import Program
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import counted, span
@@ -146,17 +146,8 @@ class Screen:
             yield f"… and {count - self._rows} more (--json shows all)"
 
     def fold(self, text: str, first: str = "", below: str = "  ", style: str | None = None) -> Iterator[str]:
-        """Yield a text within the width; no word of it is broken, and nothing in it steers the terminal."""
-        clean = printable(text.replace("\n", " "))
-        lines = textwrap.wrap(
-            clean,
-            self._width,
-            initial_indent=first,
-            subsequent_indent=below,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for one in lines:
+        """Yield a text within the width, in a style."""
+        for one in folded(text, self._width, first, below):
             yield self._styled(one, style)
 
     def _styled(self, text: str, style: str | None) -> str:

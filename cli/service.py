@@ -36,20 +36,18 @@ class Scope(NamedTuple):
 
 
 SYSTEM: Final = Scope(
-    targets={
-        "postroomd@.service": Path("/etc/systemd/system"),
-        "postroomd@.socket": Path("/etc/systemd/system"),
-        "postroom-broker.service": Path("/etc/systemd/system"),
-        "postroom-console.service": Path("/etc/systemd/system"),
-        "postroom-worker.service": Path("/etc/systemd/system"),
-        "postroom-consumer@.service": Path("/etc/systemd/system"),
-        "postroom-agent@.service": Path("/etc/systemd/system"),
-        "postroom-pipeline@.service": Path("/etc/systemd/system"),
-        "postroom-pipeline@.timer": Path("/etc/systemd/system"),
-        "sysusers.d/postroom.conf": Path("/etc/sysusers.d"),
-        "sysusers.d/postroom-server.conf": Path("/etc/sysusers.d"),
-        "tmpfiles.d/postroom.conf": Path("/etc/tmpfiles.d"),
-        "tmpfiles.d/postroom-server.conf": Path("/etc/tmpfiles.d"),
+    targets=dict.fromkeys(
+        (
+            *("postroomd@.service", "postroomd@.socket", "postroom-broker.service", "postroom-console.service"),
+            *("postroom-worker.service", "postroom-consumer@.service", "postroom-agent@.service"),
+            *("postroom-pipeline@.service", "postroom-pipeline@.timer"),
+        ),
+        Path("/etc/systemd/system"),
+    )
+    | {
+        f"{kind}.d/{name}.conf": Path(f"/etc/{kind}.d")
+        for kind in ("sysusers", "tmpfiles")
+        for name in ("postroom", "postroom-server")
     },
     commands=(
         ("systemd-sysusers", "postroom.conf", "postroom-server.conf"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,7 +14,7 @@ import typer
 from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, with_broker
 from cli.noun import Json, Socket, TokenFile, Url, noun
-from cli.output import draw, fold_command, json_line, note, printable
+from cli.output import draw, fold_command, folded, json_line, note
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -149,17 +148,8 @@ def _said(step: Step) -> Iterator[str]:
 
 
 def _write(text: str, first: str, below: str, width: int, style: str | None) -> None:
-    """Write a text within the width; no id of it is broken, and nothing in it steers the terminal."""
-    lines = textwrap.wrap(
-        printable(text.replace("\n", " ")),
-        width,
-        initial_indent=first,
-        subsequent_indent=below,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
     plain = style is None or _is_plain()
-    for one in lines:
+    for one in folded(text, width, first, below):
         sys.stdout.write((one if plain else typer.style(one, fg=style, bold=style == "red")) + "\n")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 import typer
 
 from cli import completion
-from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
+from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice, tell_each
 from cli.noun import (
     Config,
     DryRun,
@@ -97,8 +97,9 @@ def failing(source: str) -> typer.Typer:
     ) -> None:
         place = OutboxPlace(database, reach.url, reach.token_file)
         chosen = chosen_ids(ids)
-        group = f"worker {source}"
-        check_choice(things.name, group, chosen, everything=change.everything, filtered=filters != Filters())
+        check_choice(
+            things.name, f"worker {source}", chosen, everything=change.everything, filtered=filters != Filters()
+        )
 
         def ask(asked: Asked) -> Portion:
             meant = filters.refused() if asked.ids is None else unpublished.RefusedFilter(ids=list(asked.ids))
@@ -110,14 +111,9 @@ def failing(source: str) -> typer.Typer:
             )
             return Portion(result.done, {})
 
-        done, said = 0, "would be dropped" if change.dry_run else "dropped"
-        for portion in change_all(things.name, "drop", chosen, change, ask):
-            for one in portion.done:
-                as_said = {"id": one, "done": None if change.dry_run else "drop"}
-                json_line(as_said) if change.as_json else line(f"{one} {said}")
-            done += len(portion.done)
-        if not done:
-            note(f"no {source} match: nothing to do")
+        said = "would be dropped" if change.dry_run else "dropped"
+        portions = change_all(things.name, "drop", chosen, change, ask)
+        tell_each(portions, "drop", change, things=source, done_as=said)
 
     def log(*, place: OutboxPlace, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
