@@ -89,7 +89,7 @@ class Administration:
         async with changing(self._database, request, "delete", "mesh", slug) as connection:
             mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
             if mesh_id is None:
-                raise _missing("mesh", slug)
+                raise missing("mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = (
                     f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
@@ -125,7 +125,7 @@ class Administration:
         async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
-                raise _missing("member", name)
+                raise missing("member", name)
             await forget_daemons(connection, mesh, name)
         self._authentication.forget()
         return web.Response(status=204)
@@ -145,7 +145,7 @@ class Administration:
             role = await connection.fetchval(query, mesh_id, name, digest(token))
             if role is None:
                 if not keep or not await connection.fetchval(QUERIES["has_member"], mesh_id, name):
-                    raise _missing("member", name)
+                    raise missing("member", name)
                 sentence = (
                     f"the member {name} has two tokens already: `postroom member retire-token {name}` ends the old one"
                 )
@@ -255,7 +255,7 @@ class Destinations:
         async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(self._kind.delete, mesh_id, name) is None:
-                raise _missing(self._noun, name)
+                raise missing(self._noun, name)
         return web.Response(status=204)
 
 
@@ -289,7 +289,7 @@ class Operators:
         name = request.match_info["name"]
         async with changing(self._database, request, "revoke", "operator", name) as connection:
             if await connection.fetchval(QUERIES["revoke_operator"], name) is None:
-                raise _missing("operator", name)
+                raise missing("operator", name)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -299,7 +299,7 @@ class Operators:
         async with changing(self._database, request, "rotate-token", "operator", name) as connection:
             row = await connection.fetchrow(QUERIES["rotate_operator_token"], name, digest(token))
             if row is None:
-                raise _missing("operator", name)
+                raise missing("operator", name)
         self._authentication.forget()
         return json_response(api.OperatorToken(name=name, token=token, **row))
 
@@ -320,7 +320,7 @@ class Webhooks:
         async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
             if await connection.fetchval(QUERIES["lock_topic"], topic_id) is None:
-                raise _missing("topic", topic)
+                raise missing("topic", topic)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
             if row is None:
                 raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
@@ -374,7 +374,7 @@ def _require_self_or_admin(request: web.Request, name: str) -> None:
 async def _mesh_id(connection: Connection, slug: str) -> int:
     mesh_id: int | None = await connection.fetchval(QUERIES["find_mesh"], slug)
     if mesh_id is None:
-        raise _missing("mesh", slug)
+        raise missing("mesh", slug)
     return mesh_id
 
 
@@ -382,7 +382,7 @@ async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
     """Return the id of a topic; raises `NotFound`."""
     topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
     if topic_id is None:
-        raise _missing("topic", topic)
+        raise missing("topic", topic)
     return topic_id
 
 
@@ -391,11 +391,11 @@ async def _subscription_ids(connection: Connection, mesh: str, topic: str, membe
     mesh_id = await _mesh_id(connection, mesh)
     member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
     if member_id is None:
-        raise _missing("member", member)
+        raise missing("member", member)
     return topic_id, member_id
 
 
-def _missing(noun: str, name: str) -> NotFound:
+def missing(noun: str, name: str) -> NotFound:
     """Say that a noun of the mesh, as a topic, is not there."""
     return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: {_shown(noun, 'list')}")
 

@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import web
 
 from broker.accept import Accepting, answer_taken
+from broker.administration import missing
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from broker.shares import Slices
@@ -73,10 +74,10 @@ class History:
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = parse_destination(query.destination) if query.destination else (None, None)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self._database.read(principal.whose) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
-                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}: `postroom mesh list` shows them")
+                raise missing("mesh", mesh)
             if last_before is not None or query.incarnation not in (None, str(incarnation)):
                 resume_after = query.after if last_before is None else last_before
                 raise Gone.of(
@@ -118,7 +119,7 @@ class History:
         async with self._database.read(principal.whose) as connection:
             ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)
             if mesh_id is None:
-                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}: `postroom mesh list` shows them")
+                raise missing("mesh", mesh)
             wanted = (query.limit, _reader(principal), query.sender, kind, ref)
             rows = await connection.fetch(
                 QUERIES["find_latest"], mesh_id, *before, query.since or _FIRST, LOOK_AT, *wanted

@@ -67,25 +67,18 @@ def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> l
     one, and `change` makes the handler of a verb.
     """
     path, things = noun.path, noun.things
+    asked = (
+        ("list", path, noun.reads, f"List {things}", noun.query, noun.page),
+        ("log", f"{path}/log", noun.reads, f"What operators did to {things}", MeshQuery, noun.log),
+        ("counts", f"{path}/counts", "broker_look", f"Count {things}, of all meshes", None, noun.counts),
+        ("inspect", f"{path}/{noun.place}", noun.reads, f"Show a whole {noun.name}", noun.at, noun.whole),
+    )
     found = [
-        Route(method="GET", path=path, handler=handlers.list, access=noun.reads,
-              summary=f"List {things}", query=noun.query, answers={200: noun.page}, problems=READ),
+        Route(method="GET", path=place, handler=getattr(handlers, name), access=access,
+              summary=summary, query=query, answers={200: answer}, problems=READ)
+        for name, place, access, summary, query, answer in asked
+        if answer is not None
     ]  # fmt: skip
-    if noun.log is not None:
-        found.append(
-            Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.reads,
-                  summary=f"What operators did to {things}", query=MeshQuery, answers={200: noun.log}, problems=READ)
-        )  # fmt: skip
-    if noun.counts is not None:
-        found.append(
-            Route(method="GET", path=f"{path}/counts", handler=handlers.counts, access="broker_look",
-                  summary=f"Count {things}, of all meshes", answers={200: noun.counts}, problems=READ)
-        )  # fmt: skip
-    if noun.whole is not None:
-        found.append(
-            Route(method="GET", path=f"{path}/{noun.place}", handler=handlers.inspect, access=noun.reads,
-                  summary=f"Show a whole {noun.name}", query=noun.at, answers={200: noun.whole}, problems=READ)
-        )  # fmt: skip
     return found + [
         Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.changes,
               summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*WRITE, 502))

@@ -23,7 +23,6 @@ _UNPRIVILEGED = "nobody"
 _SOCKET = ".s.PGSQL.5432"
 _ORPHAN_SECONDS = 30.0  # how long the children of a killed Postgres may take to notice
 _READY_LINE = 7  # of postmaster.pid, from 0
-_ENVIRONMENT = {"LANG": "C", "TZ": "UTC", "PATH": os.defpath}
 
 _SETTINGS = {
     "listen_addresses": "",
@@ -209,7 +208,7 @@ class EmbeddedPostgres(EmbeddedServer):
     def _run(self, account: Account | None, program: str, *arguments: str, script: bytes = b"") -> None:
         command = tethered([self._program(program), *arguments], account=account)
         done = subprocess.run(  # noqa: S603 - our own words, no shell
-            command, input=script, capture_output=True, env=_ENVIRONMENT, cwd=self.directory, check=False
+            command, input=script, capture_output=True, env=self._environment(), cwd=self.directory, check=False
         )
         with self.open_log() as log:
             log.write(done.stdout + done.stderr)
