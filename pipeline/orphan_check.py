@@ -47,7 +47,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 
 def find_orphans(spark: SparkSession, moment: Snapshot, events_kept: timedelta) -> list[Violation]:
-    """Return every violation, by kind, as `broker.orphans.find_orphans` does."""
+    """Return every violation, by kind, as `postroom.worker.orphans.check` does."""
 
     def read(table: str, query: str, *described: str) -> DataFrame:
         return read_table(spark, moment, table, query, columns(", ".join(described)))
