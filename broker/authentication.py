@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 from aiohttp import web
 
@@ -31,17 +31,6 @@ from postroom._wire.administration import CallerRole
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted
-
-Access = Literal[
-    "anyone", "member", "reader", "itself", "look", "repair", "administer",
-    "broker_look", "broker_repair", "broker_administer",
-]  # fmt: skip
-"""Who may call a route.
-
-`anyone` needs no token; `member` is a member of a mesh, and nobody else; `reader` is everybody with a token; `itself`
-is a member about itself, and who may `administer` its mesh. `look`, `repair` and `administer` are who may do at least
-that in the mesh that a request is about (the handler checks which); with `broker_`, who may do it in every mesh.
-"""
 
 MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
     {
@@ -53,7 +42,11 @@ MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
         "administer": frozenset({"administer"}),
     }
 )
-"""The roles that each access admits."""
+"""The roles that each access admits; `anyone` needs no token.
+
+`itself` is a member about itself, and who may `administer` its mesh. `look`, `repair` and `administer` are who may do
+at least that in the mesh that a request is about (the handler checks which); with `broker_`, in every mesh.
+"""
 
 MIN_ADMIN_TOKEN: Final = 20  # characters
 NEW_TOKEN: Final = "`postroom member rotate-token`, or `operator rotate-token`, makes another"  # noqa: S105 - a sentence

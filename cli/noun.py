@@ -157,15 +157,6 @@ Config = Annotated[
         readable=False,  # reading it says better what is wrong
     ),
 ]
-Database = Annotated[
-    str | None,
-    typer.Option(
-        "--database",
-        envvar="POSTROOM_DATABASE_URL",
-        help="The Postgres database; an address with a password belongs in the environment.",
-        metavar="URL",
-    ),
-]
 OutboxDatabase = Annotated[
     str | None,
     typer.Option(

@@ -152,8 +152,6 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
     Any number of workers may run, beside the one of `postroom up` too: they share the work.
     """
-    from cli.worker import become_worker, options  # noqa: PLC0415
-
     become_worker("run", *options(config=config, flow=flow))
 
 
