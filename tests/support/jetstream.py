@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import nats
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
@@ -35,14 +36,23 @@ QUICK = BackoffSettings(first_seconds=0.01, factor=1, most_seconds=0.01)
 _numbers = itertools.count(1)
 
 
+async def with_jetstream(server: EmbeddedNats, ask: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
+    """Ask a server that a test has for itself, on a connection for that."""
+    client = await nats.connect(server.url)
+    try:
+        return await ask(client.jetstream())
+    finally:
+        await client.close()
+
+
 async def messages_in(server: EmbeddedNats, stream: str) -> list[RawStreamMsg]:
     """Return every message of a stream, the oldest first."""
-    client = await nats.connect(server.url)
-    js = client.jetstream()
-    info = await js.stream_info(stream)
-    found = [await js.get_msg(stream, number) for number in range(1, info.state.last_seq + 1)]
-    await client.close()
-    return found
+
+    async def read(js: JetStreamContext) -> list[RawStreamMsg]:
+        last = (await js.stream_info(stream)).state.last_seq
+        return [await js.get_msg(stream, number) for number in range(1, last + 1)]
+
+    return await with_jetstream(server, read)  # type: ignore[no-any-return]
 
 
 def named(message_id: str) -> dict[str, str]:

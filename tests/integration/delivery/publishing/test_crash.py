@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js import JetStreamContext
 from support import crashing_publisher
+from support.jetstream import with_jetstream
 
+from embedded import EmbeddedNats
 from embedded.processes import tethered
+from postroom.delivery.settings import PublisherSettings
 
 ONCE = ["Streams.refresh", "Record.compare"]
 BATCHES = ["Publisher.connected", "Publisher.publish", "Link.publish", "PostgresClaim.settle", "Publisher.step"]
@@ -53,6 +60,35 @@ async def test_a_publisher_killed_anywhere_loses_and_repeats_nothing(
     rows = await office.pool.fetch("SELECT id::text, aggregate_id FROM postroom.outbox_events ORDER BY position")
     assert len(rows) == events * len(lines)
     ids = await office.ids()
+    assert Counter(ids) == Counter(row[0] for row in rows)
+    aggregate_of = {row[0]: row[1] for row in rows}
+    assert by_aggregate(ids, aggregate_of) == by_aggregate([row[0] for row in rows], aggregate_of)
+
+
+async def test_a_server_killed_amid_atomic_batches_loses_repeats_and_reorders_nothing(
+    office: Any, running: Any, short_directory: Path
+) -> None:
+    async def messages(js: JetStreamContext) -> int:
+        return int((await js.stream_info(office.stream)).state.messages)
+
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    await with_jetstream(server, lambda js: replace(office, js=js).add_stream())
+    publisher = office.publisher(PublisherSettings(batch=200, ack_seconds=1, most_seconds=0.05), url=server.url)
+    async with running(publisher):
+        for kill in range(5):
+            await office.emit_many(1500, aggregates=7)
+            while await with_jetstream(server, messages) <= kill * 1500:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.01)
+            assert server.process is not None
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.stop()
+            server.start()
+        await asyncio.wait_for(office.drained(), 60)
+    ids = await with_jetstream(server, lambda js: replace(office, js=js).ids())
+    server.stop()
+
+    rows = await office.pool.fetch("SELECT id::text, aggregate_id FROM postroom.outbox_events ORDER BY position")
     assert Counter(ids) == Counter(row[0] for row in rows)
     aggregate_of = {row[0]: row[1] for row in rows}
     assert by_aggregate(ids, aggregate_of) == by_aggregate([row[0] for row in rows], aggregate_of)

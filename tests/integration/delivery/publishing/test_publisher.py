@@ -14,6 +14,7 @@ import asyncpg
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from support.jetstream import with_jetstream
 from support.traces import TRACE, attributes, parent_of
 
 from embedded import EmbeddedNats
@@ -377,13 +378,3 @@ async def add_stream(server: EmbeddedNats, office: Any) -> None:
 async def count(server: EmbeddedNats, office: Any) -> int:
     info = await with_jetstream(server, lambda js: js.stream_info(office.stream))
     return int(info.state.messages)
-
-
-async def with_jetstream(server: EmbeddedNats, ask: Any) -> Any:
-    import nats  # noqa: PLC0415 - for the tests with a server of their own
-
-    client = await nats.connect(server.url)
-    try:
-        return await ask(client.jetstream())
-    finally:
-        await client.close()
