@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -112,11 +112,13 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
     """
     order = Order(Caller.this_process(), reason).checked()
     file = OwnedFile(directory, NAME, may_be_anothers=True)
-    restored, aside = False, None
+    restored, aside, fresh = False, None, file.path.with_name(f"{NAME}.db.restoring")
     try:
         if (log := Path(f"{backup}-wal")).exists():
             raise Fatal(Exit.CONFIG, f"{log} lies beside {backup}: restore what `postroom outbox backup` has written")
-        fresh, now = file.path.with_name(f"{NAME}.db.restoring"), clock()
+        if backup.exists() and not backup.is_file():  # a pipe or a device may have no end
+            raise Fatal(Exit.CONFIG, f"{backup} is not a file: restore what `postroom outbox backup` has written")
+        now = clock()
         for part in PARTS:
             Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a restore that was cut short
         with backup.open("rb") as source, os.fdopen(open_private(fresh, os.O_WRONLY | os.O_EXCL), "wb") as target:
@@ -144,5 +146,9 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
         changed = "nothing has changed" if aside is None else f"the outbox that was there is {aside}"
         raise Fatal(exit_after(error), f"cannot restore {backup}: {error.strerror}; {changed}, try again") from error
     finally:
+        if not restored:  # it may be large, and the disk full
+            with suppress(OSError):
+                for part in PARTS:
+                    Path(f"{fresh}{part}").unlink(missing_ok=True)
         file.end(clean=restored)
     return aside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -199,8 +200,20 @@ async def test_what_is_no_whole_backup_changes_nothing(
     assert refused.value.exit_code == Exit.CONFIG
     assert str(copy) in str(refused.value)
     assert database.read_bytes() == before
+    assert not list(state.glob("*.restoring*"))
     async with await open_outbox() as outbox:
         assert (await outbox.counts()).rows["pending"] == 50
+
+
+async def test_what_has_no_end_is_not_restored(open_outbox: OpenOutbox, state: Path, tmp_path: Path) -> None:
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("kept"))
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(Fatal, match=f"{endless} is not a file") as refused:
+            restore(state, endless, "a mistake")
+        assert refused.value.exit_code == Exit.CONFIG
+    assert not list(state.glob("*.restoring*"))
 
 
 async def test_a_restore_that_fails_half_way_says_where_the_outbox_is_and_can_be_repeated(
