@@ -8,13 +8,15 @@ same, and nothing about the row (docs/contract/send.md#send-40).
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 from postroom._wire.fingerprint import prefix
 from postroom._wire.message import PreparedSend
 from postroom._wire.sends import RowStatus, SendResult
 from postroom.errors import Conflict, PostroomError
 
 
-class AcceptedRow(NamedTuple):
+class AcceptedRow(msgspec.Struct, frozen=True, gc=False):
     """What the row under a send's id is, after the transaction that looked (and inserted it, where `inserted`).
 
     `fingerprint` is the row's frozen one: equal to the request's for a match (docs/contract/send.md#send-37).
@@ -69,7 +71,7 @@ _SENTENCE: Final = {
 }
 
 
-class Answered(NamedTuple):
+class Answered(msgspec.Struct, frozen=True, gc=False):
     """What a kept send is told; `replayed` where the row was there before."""
 
     http_status: int

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.outboxes import ALICE, WHY, accepted, counted, done, row_in, send
 from support.small_disk import environment, run, run_on_a_small_disk
@@ -17,7 +18,7 @@ OpenOutbox = Callable[..., Awaitable[Outbox]]
 
 def broken(client_message_id: str) -> object:
     """A send that the file refuses."""
-    return send(client_message_id)._replace(fingerprint=b"too short")
+    return msgspec.structs.replace(send(client_message_id), fingerprint=b"too short")
 
 
 async def limit_pages(outbox: Outbox, pages: int) -> None:

@@ -50,6 +50,18 @@ def test_a_key_twice_is_refused_wherever_it_stands(fields: dict[str, Any], data:
     assert refusal.value.code == "duplicate_key"
 
 
+@given(SENDS, st.data())
+def test_a_key_twice_is_refused_where_nothing_else_is_longer_than_we_write_it(
+    fields: dict[str, Any], data: st.DataObject
+) -> None:
+    key, least = data.draw(st.sampled_from([("to", ""), ("body", ""), ("body", None), ("reply_to", "")]))
+    shortest = {name: value for name, value in {key: least, **fields}.items() if value is not None or name == key}
+    text = json.dumps(shortest, separators=(",", ":"), ensure_ascii=False)
+    with pytest.raises(InvalidMessage) as refusal:
+        message.decode_request(f'{{"{key}":{json.dumps(least)},{text[1:]}'.encode())
+    assert refusal.value.code == "duplicate_key"
+
+
 @given(LONG, st.sampled_from(["", "\\", '"', '\\"']), st.data())
 def test_a_key_twice_is_refused_where_the_body_stands_elsewhere_too(
     body: str, before: str, data: st.DataObject
