@@ -9,7 +9,6 @@ all may fit, the ids are looked up first.
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -18,13 +17,12 @@ from outbox.errors import outbox_full
 from outbox.model import AcceptedRow, Caller, Existing, lane_for
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
-from postroom._wire.message import PreparedSend, Priority
+from postroom._wire.message import PreparedSend
 from postroom._wire.sql import load_queries
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 2048  # of a payload: a row of more counts as several, since it takes as long as those
-_COLUMNS: Final = 11  # of a new row that `insert` writes
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 AcceptOutcome = list[AcceptedRow | PostroomError]
@@ -47,11 +45,12 @@ class Accept(NamedTuple):
         part: list[PreparedSend] = []
         rows = 0
         for send in self.sends:
-            if part and rows + _ordinary_rows(send) > most:
+            more = _ordinary_rows(send)
+            if part and rows + more > most:
                 yield self._replace(sends=part, rows=rows)
                 part, rows = [], 0
             part.append(send)
-            rows += _ordinary_rows(send)
+            rows += more
         yield self._replace(sends=part, rows=rows)
 
     def run(self, transaction: Transaction) -> AcceptOutcome:
@@ -74,21 +73,14 @@ class Known(NamedTuple):
         ]
 
 
-class _NewRow(NamedTuple):
-    """What `insert` writes, in its order, the payload, and the bytes of the file that both take."""
+class _NewRow(msgspec.Struct, frozen=True, gc=False):
+    """A row to be written: its id, its send, what `insert` writes, in its order, and the bytes of the file it takes."""
 
     row_id: str
     client_message_id: str
-    fingerprint: bytes
-    enqueued_at: int
-    next_attempt_at: int
-    lane: int
-    priority: Priority
-    destination: str
-    submitted_by: str
-    not_before: int | None
-    payload_bytes: int
-    payload: bytes
+    send: PreparedSend
+    accepted: AcceptedRow  # what its sender hears
+    columns: tuple[object, ...]
     room: int
 
 
@@ -115,28 +107,21 @@ def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[Acce
 
 
 def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
-    submitted_by = f"{accept.caller.uid}:{accept.caller.gid}"
-    new_id, now, dated = transaction.new_id, transaction.now, transaction.dated
+    uid, gid, _ = accept.caller
+    submitted_by = f"{uid}:{gid}"
+    now, dated = transaction.now, transaction.dated
     rows = []
-    for send in accept.sends:
-        not_before = None if send.not_before is None else to_milliseconds(send.not_before)
-        due = now if not_before is None else max(now, not_before)
-        row = _NewRow(
-            new_id(),
-            send.client_message_id,
-            send.fingerprint,
-            dated,
-            due,
-            lane_for(send.priority, due, now),
-            send.priority,
-            send.destination,
-            submitted_by,
-            not_before,
-            len(send.payload),
-            send.payload,
-            room_of(len(send.payload)),
-        )
-        rows.append(row)
+    for row_id, send in zip(transaction.new_ids(len(accept.sends)), accept.sends, strict=True):
+        name, fingerprint, to, priority = send.client_message_id, send.fingerprint, send.destination, send.priority
+        size = len(send.payload)
+        not_before, due = None, now
+        if send.not_before is not None:
+            not_before = to_milliseconds(send.not_before)
+            due = max(now, not_before)
+        lane = lane_for(priority, due, now)
+        columns = row_id, name, fingerprint, dated, due, lane, priority, to, submitted_by, not_before, size
+        accepted = AcceptedRow(True, row_id, "pending", fingerprint, to, dated, uid)
+        rows.append(_NewRow(row_id, name, send, accepted, columns, room_of(size)))
     return rows
 
 
@@ -147,10 +132,10 @@ def to_milliseconds(moment: datetime) -> int:
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
     """Insert the rows whose id is free, and answer from the rows that stand there now."""
-    inserted, last = transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in rows])
+    inserted, last = transaction.insert(_QUERIES["insert"], [row.columns for row in rows])
     if inserted == len(rows):
         _complete(transaction, rows, range(last - inserted + 1, last + 1))
-        return [_inserted(row) for row in rows]
+        return [row.accepted for row in rows]
     existing = _find(transaction, rows)
     written = [row for row in rows if existing[row.client_message_id].row_id == row.row_id]
     _complete(transaction, written, [existing[row.client_message_id].seq for row in written])
@@ -168,10 +153,10 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
             known.add(row.client_message_id)
             new.append(row)
     if new:  # the first gets the number that is next, which the table may not know
-        numbered = [(transaction.next_seq, *new[0][:_COLUMNS])]
+        numbered = [(transaction.next_seq, *new[0].columns)]
         _, first = transaction.insert(_QUERIES["insert_numbered"], numbered)
         transaction.next_seq = None
-        transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in new[1:]])
+        transaction.insert(_QUERIES["insert"], [row.columns for row in new[1:]])
         _complete(transaction, new, range(first, first + len(new)))
     existing = _find(transaction, rows)
     return [
@@ -185,9 +170,9 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
 def _complete(transaction: Transaction, written: Sequence[_NewRow], seqs: Sequence[int]) -> None:
     """Write the payloads of new rows, which have these numbers, and count them."""
     if written:
-        payloads = [(seq, row.payload) for seq, row in zip(seqs, written, strict=True)]
+        payloads = [(seq, row.send.payload) for seq, row in zip(seqs, written, strict=True)]
         transaction.insert(_QUERIES["insert_payloads"], payloads)
-        transaction.added(len(written), sum(row.payload_bytes for row in written), _room(written))
+        transaction.added(len(written), sum(len(row.send.payload) for row in written), _room(written))
 
 
 def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, Existing]:
@@ -202,21 +187,9 @@ def _room(rows: Sequence[_NewRow]) -> int:
     return sum(row.room for row in rows)
 
 
-def _inserted(row: _NewRow) -> AcceptedRow:
-    # By place: names would take twice as long, for every row that is written.
-    return AcceptedRow(
-        True, row.row_id, "pending", row.fingerprint, row.destination, row.enqueued_at, _uid(row.submitted_by)
-    )
-
-
-@lru_cache(maxsize=64)
-def _uid(submitted_by: str) -> int:
-    return int(submitted_by.partition(":")[0])
-
-
 def _answer(row: _NewRow, existing: Existing) -> AcceptedRow:
     if existing.row_id == row.row_id:
-        return _inserted(row)
+        return row.accepted
     return AcceptedRow(
         inserted=False,
         row_id=existing.row_id,
@@ -224,7 +197,7 @@ def _answer(row: _NewRow, existing: Existing) -> AcceptedRow:
         fingerprint=bytes.fromhex(existing.fingerprint),
         destination=existing.destination,
         enqueued_at=existing.enqueued_at,
-        submitted_uid=_uid(existing.submitted_by),
+        submitted_uid=int(existing.submitted_by.partition(":")[0]),
         broker_message_id=existing.broker_message_id,
         history_id=existing.history_id,
         last_error=existing.last_error,

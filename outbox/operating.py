@@ -122,12 +122,12 @@ class Act(NamedTuple):
 
     def _succeed(self, transaction: Transaction, row: _Row) -> tuple[str, str]:
         """Retire the row and write its successor; returns that one's id, and what the log says of it."""
-        client_message_id = self.new_client_message_id or transaction.new_id()
+        fresh, successor = transaction.new_ids(2)
+        client_message_id = self.new_client_message_id or fresh
         if transaction.value(_QUERIES["is_taken"], (client_message_id,)) or find_moved(
             transaction.db, [client_message_id], transaction.salt
         ):
             raise errors.id_taken(client_message_id)
-        successor = transaction.new_id()
         _abort(transaction, row, successor)
         now, patch = transaction.now, self.patch
         priority = patch.priority if patch else row.priority

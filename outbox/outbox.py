@@ -32,7 +32,7 @@ from outbox.model import (
 )
 from outbox.settled import Prune
 from outbox.transaction import Step
-from postroom._wire.ids import new_id, now_ms
+from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
@@ -97,7 +97,7 @@ class Outbox(reading.Reader):
         accept_lost_ids: bool = False,
         clock: Callable[[], int] = now_ms,
         earliest: int = 0,
-        new_id: Callable[[], str] = new_id,
+        new_ids: Callable[[int], list[str]] = new_ids,
         look_up: operating.LookUp | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
@@ -111,7 +111,7 @@ class Outbox(reading.Reader):
         settings = settings or OutboxSettings()
         walked = relaying.WalkedPast()
         transactor = writer.Transactor(
-            clock=clock, earliest=earliest, new_id=new_id, max_bytes=settings.max_bytes, walked=walked
+            clock=clock, earliest=earliest, new_ids=new_ids, max_bytes=settings.max_bytes, walked=walked
         )
 
         def prepare(db: sqlite3.Connection) -> None:

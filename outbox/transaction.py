@@ -61,7 +61,7 @@ class Transaction:
         "highest_key",
         "logged_bytes",
         "max_bytes",
-        "new_id",
+        "new_ids",
         "next_seq",
         "now",
         "salt",
@@ -73,7 +73,7 @@ class Transaction:
         *,
         now: int,
         dated: int,
-        new_id: Callable[[], str],
+        new_ids: Callable[[int], list[str]],
         space: Space,
         salt: bytes,
         max_bytes: int,
@@ -81,7 +81,7 @@ class Transaction:
         self.db = db
         self.now = now
         self.dated = dated
-        self.new_id = new_id
+        self.new_ids = new_ids
         self.salt = salt  # of the keys of moved rows (outbox/settled.py)
         self.next_seq = space.next_seq
         self.highest_key = space.highest_key

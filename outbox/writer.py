@@ -126,11 +126,17 @@ class Transactor(store.Transactor):
     """Runs groups of the outbox's operations, each in a `Transaction`, and makes room between them."""
 
     def __init__(
-        self, *, clock: Callable[[], int], earliest: int, new_id: Callable[[], str], max_bytes: int, walked: WalkedPast
+        self,
+        *,
+        clock: Callable[[], int],
+        earliest: int,
+        new_ids: Callable[[int], list[str]],
+        max_bytes: int,
+        walked: WalkedPast,
     ) -> None:
         super().__init__()
         self._clock = clock
-        self._new_id = new_id
+        self._new_ids = new_ids
         self._max_bytes = max_bytes
         self._walked = walked
         self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
@@ -167,7 +173,7 @@ class Transactor(store.Transactor):
                     db,
                     now=now,
                     dated=now if self._clock_is_confirmed else max(now, self._dated),
-                    new_id=self._next_id,
+                    new_ids=self._next_ids,
                     space=self.space,
                     salt=self._salt,
                     max_bytes=self._max_bytes,
@@ -206,11 +212,15 @@ class Transactor(store.Transactor):
         self._warned = beyond
         return outcomes
 
-    def _next_id(self) -> str:
-        """Mint an id that is greater than every row's, also where the clock was set back before this start."""
-        fresh = self._new_id()
-        self._last_id = fresh if fresh > self._last_id else following(self._last_id)
-        return self._last_id
+    def _next_ids(self, count: int) -> list[str]:
+        """Mint ids that are greater than every row's, also where the clock was set back before this start."""
+        fresh = self._new_ids(count)
+        for place, each in enumerate(fresh):
+            if each > self._last_id:
+                self._last_id = fresh[-1]
+                break
+            fresh[place] = self._last_id = following(self._last_id)
+        return fresh
 
     def alone(self, operation: Operation[Any], attempt: Callable[[Any], Outcome]) -> Outcome:
         """Run an operation in a transaction of its own, and each send in one."""

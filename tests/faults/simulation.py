@@ -312,7 +312,7 @@ class World:
         settings = BrokerClientSettings(url=f"http://127.0.0.1:{_PORT}", token_file=self._token_file)
         clock = self._now
         async with BrokerLink(settings, clock=clock) as link:
-            outbox = await Outbox.open(self.sender.state, clock=clock, new_id=self._new_id, look_up=link.accepted)
+            outbox = await Outbox.open(self.sender.state, clock=clock, new_ids=self._new_ids, look_up=link.accepted)
             relay = Relay(
                 outbox,
                 link,
@@ -422,8 +422,8 @@ class World:
     def _now(self) -> int:
         return round((EPOCH + self.loop.time()) * 1000)
 
-    def _new_id(self) -> str:
-        return str(ulid.from_bytes(self._now().to_bytes(6, "big") + self._ids.randbytes(10)))
+    def _new_ids(self, count: int) -> list[str]:
+        return [str(ulid.from_bytes(self._now().to_bytes(6, "big") + self._ids.randbytes(10))) for _ in range(count)]
 
     def _no_daemon(self) -> Life:
         life = Life(self.loop, "daemon")

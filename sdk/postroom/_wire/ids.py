@@ -13,6 +13,7 @@ from typing import Final
 
 MAX_ID_LENGTH: Final = 128  # characters
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
+_PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
@@ -28,8 +29,6 @@ class _Mint:
     for randomness and its encoding. A forked process starts anew, or it would mint its parent's next ids.
     """
 
-    _PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
-
     def __init__(self) -> None:
         self.reset()
 
@@ -38,24 +37,21 @@ class _Mint:
         self._lock = Lock()
         self._millisecond = -1
         self._head = ""  # the 16 characters that stand for the time and the upper 30 bits of randomness
-        self._tail = 0  # the lower 50 bits
+        self._tail = 0  # the lower 50 bits, of the next id
 
-    def __call__(self) -> str:
+    def take(self, count: int) -> tuple[str, int]:
+        """Take so many ids that follow one another; returns the head of all of them, and the tail of the first."""
         now = now_ms()
         with self._lock:
-            if now > self._millisecond:
+            if now > self._millisecond:  # else it is the same, or the clock was set back
                 self._millisecond = now
                 chance = secrets.randbits(79)
                 upper = now << 30 | chance >> 49
-                self._head = "".join([self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10)])
+                self._head = "".join([_PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10)])
                 self._tail = chance & (1 << 49) - 1  # the top bit stays free, so that counting up never overflows
-            else:  # the same millisecond, or a clock that was set back
-                self._tail += 1
-            tail, head, pairs = self._tail, self._head, self._PAIRS
-        return (
-            f"{head}{pairs[tail >> 40]}{pairs[tail >> 30 & 1023]}{pairs[tail >> 20 & 1023]}"
-            f"{pairs[tail >> 10 & 1023]}{pairs[tail & 1023]}"
-        )
+            head, tail = self._head, self._tail
+            self._tail += count
+        return head, tail
 
 
 _mint: Final = _Mint()
@@ -64,7 +60,26 @@ os.register_at_fork(after_in_child=_mint.reset)
 
 def new_id() -> str:
     """Mint a ULID: 26 characters of Crockford base 32, in the order they were made in."""
-    return _mint()
+    head, tail = _mint.take(1)
+    return f"{_stem(head, tail)}{_PAIRS[tail & 1023]}"
+
+
+def new_ids(count: int) -> list[str]:
+    """Mint so many, each right after the one before."""
+    head, tail = _mint.take(count)
+    minted: list[str] = []
+    while len(minted) < count:
+        stem, lowest = _stem(head, tail), tail & 1023
+        last = _PAIRS[lowest : lowest + count - len(minted)]
+        minted += [stem + pair for pair in last]
+        tail += len(last)
+    return minted
+
+
+def _stem(head: str, tail: int) -> str:
+    """Return all but the last two characters of an id."""
+    pairs = _PAIRS
+    return f"{head}{pairs[tail >> 40]}{pairs[tail >> 30 & 1023]}{pairs[tail >> 20 & 1023]}{pairs[tail >> 10 & 1023]}"
 
 
 def ulid_number(ulid: str) -> int:

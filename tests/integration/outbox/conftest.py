@@ -40,7 +40,7 @@ def open_outbox(state: Path, clock: Clock) -> OpenOutbox:
             OutboxSettings(**settings),
             accept_lost_ids=accept_lost_ids,
             clock=clock,
-            new_id=lambda: f"ROW{next(numbers):023d}",
+            new_ids=lambda count: [f"ROW{next(numbers):023d}" for _ in range(count)],
             look_up=look_up,
         )
 

@@ -64,11 +64,10 @@ class Model(RuleBasedStateMachine):
 
     def open(self) -> None:
         directory = Path(self.directory.name)
-        self.outbox = self.do(
-            Outbox.open(
-                directory, clock=self.clock, new_id=lambda: f"ROW{next(self.numbers):09d}", look_up=self.look_up
-            )
-        )
+        self.outbox = self.do(Outbox.open(directory, clock=self.clock, new_ids=self.new_ids, look_up=self.look_up))
+
+    def new_ids(self, count: int) -> list[str]:
+        return [f"ROW{next(self.numbers):09d}" for _ in range(count)]
 
     async def look_up(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
         return [Accepted("BROKER-1", 7) if self.rows[row.client_message_id].had else None for row in rows]

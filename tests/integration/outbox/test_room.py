@@ -3,10 +3,11 @@
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 from support.outboxes import ALICE, WHY, Clock, accepted, counted, opened, row_in, send
 from support.small_disk import run_on_a_small_disk
@@ -180,7 +181,7 @@ async def test_a_pruned_row_is_answered_shown_and_refused_like_any_other(outbox:
     (answer,) = await accepted(outbox, send(name))
     assert (await outbox.prune(2**62, **WHY))[0] == 1
     (again,) = await accepted(outbox, send(name))
-    assert again == answer._replace(last_error=None)
+    assert again == msgspec.structs.replace(answer, last_error=None)
     for key in (row_id, name):
         after = (await outbox.inspect(key)).row
         assert after.payload_pruned_at is not None
@@ -249,10 +250,10 @@ async def test_a_row_is_found_by_its_id_also_when_the_clock_was_set_back_before_
     ids = iter(["01JZZZZZZZZZZZZZZZZZZZZZZZ", *(f"01J{number:023d}" for number in range(1, 10))])
     found = []
     for name in ("before", "after", "later"):
-        async with await Outbox.open(state, new_id=lambda: next(ids)) as outbox:
+        async with await Outbox.open(state, new_ids=lambda count: list(islice(ids, count))) as outbox:
             found.append(await settled_row(outbox, "done", name))
             await row_in(outbox, "dead", f"{name}, and then")
-    async with await Outbox.open(state, new_id=lambda: next(ids)) as outbox:
+    async with await Outbox.open(state, new_ids=lambda count: list(islice(ids, count))) as outbox:
         assert found == sorted(found)
         assert [(await outbox.inspect(row_id)).row.client_message_id for row_id in found] == [
             "before",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom._wire.ids import is_client_message_id, new_id
+from postroom._wire.ids import is_client_message_id, new_id, new_ids
 
 ALLOWED = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:~-"
 
@@ -45,6 +45,14 @@ def test_minted_ids_sort_by_the_millisecond_they_were_made_in() -> None:
 def test_ids_of_one_millisecond_sort_in_the_order_they_were_made_in() -> None:
     minted = [new_id() for _ in range(5000)]
     assert minted == sorted(set(minted))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1025, 5000])
+def test_ids_that_are_minted_together_are_as_many_fresh_ones_in_order(count: int) -> None:
+    minted = [new_id(), *new_ids(count), new_id()]
+    assert minted == sorted(set(minted))
+    assert len(minted) == count + 2
+    assert all(is_client_message_id(each) and len(each) == 26 for each in minted)
 
 
 def test_a_forked_process_does_not_mint_the_ids_of_its_parent() -> None:
