@@ -18,7 +18,7 @@ from multidict import istr
 
 from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer, start_body
 from ipc.services import Services
-from ipc.shares import NOBODY, TURN, Budget
+from ipc.shares import NOBODY, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped
 from postroom._wire.accept_table import Answered, answer
 from postroom._wire.cloudevents import CloudEventQuery, read_event
@@ -34,11 +34,8 @@ _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
 _TRACEPARENT: Final = istr("traceparent")
 _REPLAYED: Final = "Idempotent-Replayed: true\r\n"
 CHUNK_LINES: Final = 1000
-_PIECE: Final = 4096  # bytes that are cut into lines at once
-_TURN_OF_LINES: Final = TURN // 2  # bytes
 _CUT: Final = 8  # bytes of work that cutting off a line counts as
 _LINE: Final = 256  # bytes that a line counts as beside its own
-_ANSWERS: Final = 100  # written in one go
 _ANSWER: Final = 128  # bytes of work that an answer counts as
 _WAITING_CHUNKS: Final = 1
 
@@ -206,6 +203,9 @@ class Batch:
         self._services = services
         self._request = request
         self._limits = services.limits
+        self._turns = request.connection.turns
+        self._uid = request.caller.uid
+        self._counted = services.counters.sends
 
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
@@ -229,21 +229,21 @@ class Batch:
         self._request.content.set_exception(stopped())
 
     async def _stream(self, response: web.StreamResponse) -> None:
-        uid = self._request.caller.uid
-        with closing(Splitter(self._limits.request_bytes, self._services.budget, uid)) as splitter:
+        with closing(Splitter(self._limits.request_bytes, self._services.budget, self._uid)) as splitter:
             chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
             reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
             try:
                 while (chunk := await chunks.get()) is not None:
                     outcomes = await chunk.outcomes
                     splitter.release(chunk.size)
-                    for start in range(0, len(outcomes), _ANSWERS):
-                        await self._request.take_turn(_ANSWERS * _ANSWER)
-                        results = [
-                            self._result(chunk.first + place, chunk.lines[place], outcomes[place])
-                            for place in range(start, min(start + _ANSWERS, len(outcomes)))
-                        ]
-                        await response.write(_encode_lines(results))
+                    start = 0
+                    while start < len(outcomes):
+                        end = min(start + self._turns.size // _ANSWER, len(outcomes))
+                        await self._request.take_turn((end - start) * _ANSWER)
+                        numbers = range(chunk.first + start, chunk.first + end)
+                        results = map(self._result, numbers, chunk.lines[start:end], outcomes[start:end])
+                        await response.write(_encode_lines(list(results)))
+                        start = end
                 await reader
             finally:
                 reader.cancel()
@@ -255,11 +255,10 @@ class Batch:
         connection = self._request.connection
         first = 1
         try:
-            async for lines in arrived_lines(self._request, splitter):
+            async for lines in arrived_lines(self._request, splitter, self._turns):
                 if lines:
                     connection.between_lines = True  # if it takes long now, that is not the caller's doing
-                    size = sum(len(line) for line in lines if isinstance(line, bytes))
-                    prepared = await self._prepared(lines)
+                    prepared, size = await self._prepared(lines)
                     outcomes = asyncio.create_task(self._accept(prepared), name="accept-chunk")
                     await chunks.put(Chunk(first, size, prepared, outcomes))
                     first += len(lines)
@@ -271,23 +270,26 @@ class Batch:
             raise
         await chunks.put(None)
 
-    async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
-        """Check the lines, no more in a turn than others can wait for."""
+    async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> tuple[list[PreparedSend | PostroomError], int]:
+        """Check the lines, no more in a turn than others can wait for; returns also how many bytes they have."""
         prepared: list[PreparedSend | PostroomError] = []
-        traceparent, work = self._request.headers.get("traceparent"), 0
+        traceparent, most = self._request.headers.get("traceparent"), self._limits.body_bytes
+        size = work = 0
         for line in lines:
-            work += _LINE + (len(line) if isinstance(line, bytes) else 0)
-            if work > _TURN_OF_LINES:
+            length = len(line) if isinstance(line, bytes) else 0
+            size += length
+            work += _LINE + length
+            if work > self._turns.size // 2:
                 await self._request.take_turn(work)
                 work = 0
             if isinstance(line, PostroomError):
                 prepared.append(line)
                 continue
             try:
-                prepared.append(prepare(line, traceparent=traceparent, max_body_bytes=self._limits.body_bytes))
+                prepared.append(prepare(line, traceparent=traceparent, max_body_bytes=most))
             except PostroomError as error:
                 prepared.append(error)
-        return prepared
+        return prepared, size
 
     async def _accept(self, lines: Sequence[PreparedSend | PostroomError]) -> list[AcceptedRow | PostroomError]:
         """Put the good lines of a chunk on disk together; returns what became of every line."""
@@ -302,30 +304,34 @@ class Batch:
         return [line if isinstance(line, PostroomError) else next(following) for line in lines]
 
     def _result(self, number: int, line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError) -> BatchResult:
-        sends = self._services.counters.sends
         outcome: Answered | PostroomError
         if isinstance(line, PostroomError):
             outcome = line
         else:
-            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._request.caller.uid)
-        if isinstance(outcome, PostroomError):
-            sends[outcome.code] += 1
-            return BatchResult(line=number, problem=outcome.problem)
-        sends[outcome.result.status] += 1
-        return BatchResult(line=number, result=outcome.result)
+            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._uid)
+        if isinstance(outcome, Answered):
+            self._counted[outcome.result.status] += 1
+            return BatchResult(line=number, result=outcome.result)
+        self._counted[outcome.code] += 1
+        return BatchResult(line=number, problem=outcome.problem)
 
 
-async def arrived_lines(request: Request, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
+async def arrived_lines(
+    request: Request, splitter: Splitter, turns: Turns
+) -> AsyncIterator[list[bytes | PostroomError]]:
     """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
 
     What completes no line yields an empty list. The last line needs no line end.
     """
     while data := await request.content.readany():
         lines: list[bytes | PostroomError] = []
-        for start in range(0, len(data), _PIECE):
-            whole = splitter.feed(data[start : start + _PIECE])
+        start = 0
+        while start < len(data):
+            end = start + turns.size // 2
+            whole = splitter.feed(data[start:end])
             lines += whole
-            await request.take_turn(_PIECE // 4 + _CUT * len(whole))
+            await request.take_turn((end - start) // 4 + _CUT * len(whole))
+            start = end
             while len(lines) >= CHUNK_LINES:
                 yield lines[:CHUNK_LINES]
                 del lines[:CHUNK_LINES]
@@ -360,7 +366,7 @@ class Splitter:
         if not ends:
             self._extend(tail)
             return []
-        lines = [self._finish(ends[0]), *map(self._whole, ends[1:])]
+        lines = [self._finish(ends[0]), *self._whole(ends[1:])]
         self._extend(tail)
         return lines
 
@@ -378,13 +384,13 @@ class Splitter:
         self._partial.clear()
         self.release(self._held)
 
-    def _whole(self, line: bytes) -> bytes | PostroomError:
-        """Take a line that arrived in one piece: the usual one, which need not be put together."""
+    def _whole(self, lines: list[bytes]) -> Sequence[bytes | PostroomError]:
+        """Take lines that arrived in one piece, together where there is room: most do, and need not be put together."""
         try:
-            self._take(line)
-        except PostroomError as refusal:
-            return refusal
-        return line
+            self._take(sum(map(len, lines)))
+        except PostroomError:
+            return [self._finish(line) for line in lines]
+        return lines
 
     def _finish(self, piece: bytes) -> bytes | PostroomError:
         self._extend(piece)
@@ -397,7 +403,7 @@ class Splitter:
         if self._refusal is not None:
             return
         try:
-            self._take(piece)
+            self._take(len(piece))
         except PostroomError as refusal:
             self._refusal = refusal
             self.release(len(self._partial))
@@ -405,9 +411,9 @@ class Splitter:
         else:
             self._partial += piece
 
-    def _take(self, piece: bytes) -> None:
-        if len(self._partial) + len(piece) > self._limit:
+    def _take(self, count: int) -> None:
+        if len(self._partial) + count > self._limit:
             detail = f"the line has more than {self._limit} bytes: send less, or raise limits.request_bytes"
             raise InvalidMessage.of("request_too_large", detail)
-        self._budget.take(len(piece), self._uid)
-        self._held += len(piece)
+        self._budget.take(count, self._uid)
+        self._held += count

@@ -9,9 +9,10 @@ room however much another uid holds.
 What the event loop does goes by `Turns`, a uid's part of each. Work is counted in bytes that are checked; a request
 counts as `REQUEST` of them. A uid that has had its part waits for the next turn in a line of its own, behind which
 nobody else stands: those in line share a turn, whoever is not in line need not wait. A caller that is alone gives
-nothing away, since the next turn follows at once. Beside another uid those in line rest between their turns: the
-outbox's thread needs the interpreter for what is being written, and whoever comes meanwhile is served before them. A
-piece of work that is larger than a turn rests as many turns, which is no reason for anybody's small ones to wait.
+nothing away, since its turns are larger, and the next follows at once. Beside another uid those in line rest between
+their turns: the outbox's thread needs the interpreter for what is being written, and whoever comes meanwhile is served
+before them. A piece of work that is larger than a turn rests as many turns, which is no reason for anybody's small ones
+to wait.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ NOBODY: Final = -1  # whoever has no uid
 _BUSY_RETRY: Final = 1.0  # seconds
 TURN: Final = 8 * 1024  # bytes, about a millisecond
 REQUEST: Final = 1536  # what reading and answering a request counts as
-_ALONE: Final = 64  # the same of a uid beside which nobody is: a newcomer waits for some ten milliseconds at most
+_ALONE_TURN: Final = 8 * TURN  # of a uid beside which nobody is: every turn costs it a way through the event loop
+_ALONE_REQUEST: Final = 512  # a newcomer waits for some ten milliseconds at most
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
@@ -145,7 +147,8 @@ class Turns:
         self._present: set[int] = set()  # who has had work done lately
         self._before: set[int] = set()  # and who had before that
         self._present_since = self._loop.time()
-        self.request = _ALONE  # what a request counts as at present
+        self.size = _ALONE_TURN  # of a uid's part of a turn at present
+        self.request = _ALONE_REQUEST  # what a request counts as at present
 
     async def take(self, uid: int, count: int) -> None:
         """Return when `uid` may have `count` bytes of work done, at once where it has had less than a turn."""
@@ -157,8 +160,8 @@ class Turns:
         spent = self._spent.get(uid, 0)
         if uid not in self._present:
             self._present.add(uid)
-            self.request = _ALONE if self.alone else REQUEST
-        if spent >= TURN or uid in self._lines:
+            self._measure()
+        if spent >= self.size or uid in self._lines:
             return False
         self._spent[uid] = spent + count
         self._arm()
@@ -176,6 +179,9 @@ class Turns:
         """Whether nobody but one uid has had work done lately."""
         return len(self._present | self._before) <= 1
 
+    def _measure(self) -> None:
+        self.size, self.request = (_ALONE_TURN, _ALONE_REQUEST) if self.alone else (TURN, REQUEST)
+
     def _arm(self) -> None:
         if not self._coming:
             self._coming = True
@@ -187,7 +193,7 @@ class Turns:
         self._spent.clear()
         if (now := self._loop.time()) - self._present_since > _PRESENT_SECONDS:
             self._before, self._present, self._present_since = self._present, set(self._lines), now
-            self.request = _ALONE if self.alone else REQUEST
+            self._measure()
         if self._lines and not self._resting:
             self._serve_lines()
 
@@ -195,7 +201,7 @@ class Turns:
         """Let those who wait share a turn, one piece of work each in rotation, and rest."""
         done = large = 0
         waiting = deque(self._lines)
-        while waiting and done < TURN:
+        while waiting and done < self.size:
             uid = waiting.popleft()
             line = self._lines[uid]
             turn, count = line[0]

@@ -128,6 +128,7 @@ async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytes
     ):
         monkeypatch.setattr(where, name, _counting(getattr(where, name), note))
     lines = line * min(300_000 // len(line), 10_000)
+    await room.request("GET", "/v1/ready", uid=ALICE)
     sending = asyncio.create_task(room.request("POST", "/v1/send/batch", lines, {"Content-Type": NDJSON}, uid=MALLORY))
     while not sending.done():
         turn += 1
