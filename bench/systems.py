@@ -95,6 +95,8 @@ async def rabbitmq(directory: Path) -> AsyncIterator[System]:
     """Run a RabbitMQ quorum queue; aio-pika on both sides, publisher confirms, an acknowledgement for each message."""
     if shutil.which("rabbitmq-server") is None:
         raise Missing("RabbitMQ: this machine has no rabbitmq-server")
+    if os.geteuid() == 0:
+        raise Missing("RabbitMQ: as root, its script runs it as another user, who has no way into this directory")
     need("aio_pika")
     import aio_pika  # noqa: PLC0415 - installed by `make bench` alone
 
