@@ -53,6 +53,7 @@ _NAMES: Final = {  # of each kind of thing: the pattern, and what it says
     "topic": (_SNAKE, f"a topic's name: {_SNAKE_RULE}"),
     "queue": (QUEUE_PATTERN, f"a queue's name: one to four words joined by dots, each {_WORD_RULE}"),
 }
+_REASON: Final = (REASON_PATTERN, "a text that is not blank and has no NUL character")
 
 
 def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
@@ -64,8 +65,8 @@ def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], na
 
 
 def in_words(sentence: str) -> str:
-    """Say a name's rule in words where msgspec's `sentence` about it shows a pattern."""
-    for pattern, rule in _NAMES.values():
+    """Say the rule of a name or a reason in words where msgspec's `sentence` about it shows a pattern."""
+    for pattern, rule in (*_NAMES.values(), _REASON):
         sentence = sentence.replace(f"`str` matching regex {pattern!r}", rule)
     return sentence
 
