@@ -96,7 +96,7 @@ async def rabbitmq(directory: Path) -> AsyncIterator[System]:
     if shutil.which("rabbitmq-server") is None:
         raise Missing("RabbitMQ: this machine has no rabbitmq-server")
     if os.geteuid() == 0:
-        raise Missing("RabbitMQ: as root, its script runs it as another user, who has no way into this directory")
+        raise Missing("RabbitMQ: its script changes user where root starts it: run this as another user")
     need("aio_pika")
     import aio_pika  # noqa: PLC0415 - installed by `make bench` alone
 
