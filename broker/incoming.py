@@ -27,6 +27,7 @@ from postroom._wire.message import (
     Priority,
     check_envelope,
     refuse,
+    refuse_duplicate_keys,
     refuse_too_many_values,
 )
 from postroom.errors import InvalidMessage, Problem
@@ -45,18 +46,24 @@ _Places: Final = msgspec.defstruct(
     forbid_unknown_fields=True,
 )
 _Request: Final[Any] = msgspec.defstruct("_Request", [("messages", _Places)], forbid_unknown_fields=True)
+_List: Final[Any] = msgspec.defstruct("_List", [("messages", msgspec.Raw)], forbid_unknown_fields=True)
 _AT_ONCE: Final = 2 * 1024 * 1024  # bytes of a batch that is split in one go: more than a relay posts, in some 4 ms
 
+_SPACE: Final = b" \t\r\n"
+_ENCLOSING: Final = len(b'{"messages":]}')  # each message has one sign more, "[" or ","
+_BEFORE: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"[^"]*"[ \t\r\n]*:[ \t\r\n]*')
 _FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[')
 _LAST: Final = re.compile(rb"\][ \t\r\n]*\}[ \t\r\n]*")
 _WINDOW: Final = 256 * 1024  # bytes of a message that may be passed over at once
 _TRAILING: Final = re.compile(r"JSON is malformed: trailing characters \(byte (\d+)\)")
 
 _decode_request: Final = msgspec.json.Decoder(_Request).decode
+_decode_list: Final = msgspec.json.Decoder(_List).decode
 _pass_over: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
 _decode_message: Final = msgspec.json.Decoder(Envelope).decode
 _encode: Final = msgspec.json.Encoder().encode
+_ITEM: Final = len(_encode(RawAcceptItem(client_message_id="", request_fingerprint="", message=msgspec.Raw())))
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # ValidationError is a DecodeError
 
 
@@ -108,7 +115,19 @@ def split(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
         with suppress(*_MALFORMED):  # one by one it is found what is wrong, and where
             places = msgspec.structs.astuple(_decode_request(body).messages)
     messages = list(takewhile(lambda place: place is not msgspec.UNSET, places))
-    yield from messages if 0 < len(messages) <= max_batch else _one_by_one(body, max_batch)
+    if 0 < len(messages) <= max_batch:
+        if len(body) != _ENCLOSING + len(messages) + sum(map(len, messages)):  # there is room for another list
+            _refuse_two_lists(body)
+        yield from messages
+    else:
+        yield from _one_by_one(body, max_batch)
+
+
+def _refuse_two_lists(body: bytes | bytearray) -> None:
+    """Refuse a batch with a list of messages before the one that counts, which nobody would look at."""
+    ends = len(body.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE))
+    if _BEFORE.fullmatch(body, 0, ends - len(_decode_list(body).messages)) is None:
+        refuse("duplicate_key", "the key 'messages' is given twice in one object", "messages")
 
 
 def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
@@ -156,6 +175,13 @@ def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
         item = _decode_item(raw)
     except _MALFORMED as error:
         return _malformed(position, "", "invalid_item", f"message {position} of the batch: {error}")
+    if len(raw) != _ITEM + len(item.client_message_id) + len(item.request_fingerprint) + len(item.message):
+        try:  # there is room for another key; what is in the message comes after the look-up of its id
+            beside = bytes(raw).replace(bytes(item.message), b"{}", 1)
+            refuse_too_many_values(beside)
+            refuse_duplicate_keys(beside)
+        except InvalidMessage as error:
+            return _malformed(position, "", error.code, f"message {position} of the batch: {error.problem.detail}")
     if not is_client_message_id(item.client_message_id):
         sentence = "client_message_id is not an id: 1 to 128 characters of A-Za-z0-9._:~-"
         return _malformed(position, item.client_message_id[:MAX_ID_LENGTH], "invalid_client_message_id", sentence)
@@ -177,6 +203,9 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
     except _MALFORMED as error:
         refuse("invalid_message", f"the message is not an envelope: {error}", "message")
     checked = check_envelope(envelope, max_body_bytes=max_inline_bytes)
+    encoded = _encode(envelope)
+    if encoded != bytes(item.message):  # what a daemon posts is the same
+        refuse_duplicate_keys(bytes(item.message))
     if checked.fingerprint != item.fingerprint:
         computed, sent = prefix(checked.fingerprint), prefix(item.fingerprint)
         refuse(
@@ -198,7 +227,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         checked.body,
         envelope.body_base64 is None,
         _mentions(meta),
-        None if checked.destination.kind == "dm" else msgspec.Raw(_encode(envelope)),
+        None if checked.destination.kind == "dm" else msgspec.Raw(encoded),
         _event_version(checked.destination.kind, meta),
         _uuid(meta.get("correlation_id")),
         _uuid(meta.get("causation_id")),

@@ -112,6 +112,39 @@ def test_a_message_of_too_many_values_is_refused_before_all_of_it_is_read(value:
     assert refused.value.code == code
 
 
+ITEM = '{"client_message_id":"a","request_fingerprint":"' + "0" * 64 + '","message":{"to":"topic:orders","body":"a"}}'
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n"])
+@pytest.mark.parametrize(("length", "code"), [(1, "duplicate_key"), (3_000_000, "invalid_batch")])
+def test_a_second_list_of_messages_is_refused(space: str, length: int, code: str) -> None:
+    messages = f'"messages"{space}:{space}[{json.dumps("a" * length)}]'
+    with pytest.raises(InvalidMessage) as refused:
+        list(split(f"{{{messages},{messages}{space}}}{space}".encode(), 9))
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "twice", ['"client_message_id":"b"', '"request_fingerprint":""', '"message":{}', '"message":[{"a":"b"}]']
+)
+def test_a_key_given_twice_beside_a_message_is_refused(twice: str) -> None:
+    item = read_item(0, msgspec.Raw(f"{{{twice},{ITEM[1:]}".encode()))
+    assert isinstance(item, Malformed)
+    assert item.problem.code == "duplicate_key"
+    assert twice.split('"')[1] in item.problem.detail
+
+
+@pytest.mark.parametrize(("twice", "key"), [('"to":""', "to"), ('"body":"b"', "body"), ('"meta":{"a":1,"a":2}', "a")])
+def test_a_key_given_twice_in_a_message_is_refused_once_its_id_was_looked_up(twice: str, key: str) -> None:
+    item = read_item(0, msgspec.Raw(ITEM.replace('{"to"', f'{{{twice},"to"').encode()))
+    assert isinstance(item, Item)
+    fingerprint = check_envelope(msgspec.json.decode(item.message, type=Envelope)).fingerprint
+
+    with pytest.raises(InvalidMessage) as refused:
+        check(item._replace(fingerprint=fingerprint), LIMIT)
+    assert (refused.value.code, refused.value.problem.field) == ("duplicate_key", key)
+
+
 @given(fields)
 def test_any_message_is_checked_or_refused(message: dict[str, Any]) -> None:
     try:
