@@ -178,6 +178,14 @@ def test_a_backup_is_a_whole_file_for_its_owner_alone_and_never_overwrites(sent:
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("verb", [("backup", "-", *WHY), ("export", "--output", "-")], ids=lambda verb: verb[0])
+def test_a_dash_is_not_the_name_of_a_file(sent: Terminal, verb: tuple[str, ...]) -> None:
+    refused = sent.run("outbox", *verb)
+    assert refused.code == 2
+    assert "not the name of a file" in refused.sentence()
+    assert not Path("-").exists()
+
+
 def test_a_backup_that_is_interrupted_leaves_no_file(sent: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
     """Whoever makes it is stopped while the copy comes, and so is the daemon."""
     with Client(daemon.socket) as client:
