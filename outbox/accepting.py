@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox.errors import outbox_full
-from outbox.model import AcceptedRow, Caller, Existing, lane_for
+from outbox.model import AcceptedRow, Caller, Existing
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend
@@ -118,7 +118,7 @@ def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
         if send.not_before is not None:
             not_before = to_milliseconds(send.not_before)
             due = max(now, not_before)
-        lane = lane_for(priority, due, now)
+        lane = transaction.lane(priority, due)
         columns = row_id, name, fingerprint, dated, due, lane, priority, to, submitted_by, not_before, size
         accepted = AcceptedRow(True, row_id, "pending", fingerprint, to, dated, uid)
         rows.append(_NewRow(row_id, name, send, accepted, columns, room_of(size)))

@@ -25,11 +25,6 @@ HELD: Final = 4  # that of rows that an operator has to release
 LANES: Final = (*DUE.values(), WAITING, HELD)
 
 
-def lane_for(priority: Priority, next_attempt_at: int, now: int) -> int:
-    """Return where a pending row waits that nobody holds: the column `lane`, see schema.sql; times in ms."""
-    return WAITING if next_attempt_at > now else DUE[priority]
-
-
 class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The limits of one outbox: the section `[outbox]` of the daemon's config."""
 

@@ -11,7 +11,7 @@ import msgspec
 
 from outbox import errors
 from outbox.accepting import to_milliseconds
-from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered, lane_for
+from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered
 from outbox.reading import Reader, seq_of
 from outbox.relaying import WalkedPast, report
 from outbox.settled import find_moved, find_row, unpack
@@ -104,15 +104,14 @@ class Act(NamedTuple):
                 raise errors.unanswered(self.verb, row.id, self.order.doubt or "it was posted again meanwhile")
             forced = "forced: the broker may have accepted it"
         successor = detail = None
-        now = transaction.now
         match self.verb:
             case "requeue":
                 successor, detail = self._succeed(transaction, row)
             case "abort":
                 _abort(transaction, row, None)
             case "hold" | "release" | "flush":
-                due = max(now, row.not_before or now) if self.verb == "flush" else row.next_attempt_at
-                lane = HELD if self.verb == "hold" else lane_for(row.priority, due, now)
+                due = max(transaction.now, row.not_before or 0) if self.verb == "flush" else row.next_attempt_at
+                lane = HELD if self.verb == "hold" else transaction.lane(row.priority, due)
                 place = {"seq": row.seq, "lane": lane, "next_attempt_at": due}
                 transaction.execute(_QUERIES["move"], place)
                 if lane != HELD:
@@ -129,12 +128,12 @@ class Act(NamedTuple):
         ):
             raise errors.id_taken(client_message_id)
         _abort(transaction, row, successor)
-        now, patch = transaction.now, self.patch
+        patch = self.patch
         priority = patch.priority if patch else row.priority
         not_before = row.not_before
         if patch is not None and patch.not_before is not None:
             not_before = to_milliseconds(patch.not_before)
-        due = max(now, not_before or now)
+        due = max(transaction.now, not_before or 0)
         values: dict[str, object] = {
             "seq": row.seq,
             "number": transaction.next_seq,
@@ -142,7 +141,7 @@ class Act(NamedTuple):
             "client_message_id": client_message_id,
             "now": transaction.dated,
             "next_attempt_at": due,
-            "lane": lane_for(priority, due, now),
+            "lane": transaction.lane(priority, due),
         }
         if patch is not None:
             values |= {

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from outbox.model import DUE, WAITING
+from postroom._wire.message import Priority
 from postroom._wire.sends import RowStatus
 from postroom._wire.sql import load_queries
 
@@ -107,6 +109,10 @@ class Transaction:
             self.next_seq,
             self.highest_key,
         )
+
+    def lane(self, priority: Priority, due: int) -> int:
+        """Return where a pending row waits that nobody holds: the column `lane`, see schema.sql; `due` is in ms."""
+        return WAITING if due > self.now else DUE[priority]
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Run a writing statement; returns how many rows it changed."""

@@ -1,10 +1,13 @@
+import sqlite3
 from datetime import UTC, datetime, timedelta
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.accepting import to_milliseconds
-from outbox.model import DUE, HELD, WAITING, lane_for
+from outbox.model import DUE, HELD, WAITING
+from outbox.transaction import Space, Transaction
+from postroom._wire.ids import new_ids
 
 MOMENTS = st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001 - with UTC
 
@@ -14,8 +17,11 @@ def test_due_rows_are_claimed_by_priority() -> None:
 
 
 def test_a_row_waits_until_its_time_and_no_longer() -> None:
-    assert lane_for("low", next_attempt_at=1001, now=1000) == WAITING
-    assert lane_for("low", next_attempt_at=1000, now=1000) == DUE["low"]
+    db = sqlite3.connect(":memory:")
+    transaction = Transaction(db, now=1000, dated=1000, new_ids=new_ids, space=Space(0, 0, 0), salt=b"", max_bytes=1)
+    assert transaction.lane("low", 1001) == WAITING
+    assert transaction.lane("low", 1000) == DUE["low"]
+    db.close()
 
 
 def test_every_lane_has_its_own_number() -> None:
