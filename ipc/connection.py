@@ -1,4 +1,4 @@
-"""A connection: its peer, its deadlines, the errors that HTTP itself makes, and the short way of a plain send.
+"""A connection: its peer, its deadlines, the requests that it reads and the answers that it writes.
 
 Beside the deadlines that the broker's connections have as well, a socket open to every local process needs: the peer's
 credentials, read once on accept; deadlines for a body that does not come to an end; an answer after a half-close; and
@@ -8,34 +8,48 @@ To read a request with aiohttp and to build its objects costs more than the rest
 connection looks at what arrives. A `POST /v1/send` that comes alone and whole, over the Unix socket, with nothing in
 its head but what senders usually say, becomes a `PlainSend`, is answered as every request is, and the answer is written
 here; aiohttp sees nothing of it. Everything else is given to aiohttp, which reads it, refuses it or waits for the rest
-of it. Both are answered by `Server`, so that access, shares, limits, counters and errors are the same.
+of it, and becomes a `Request`. Both are answered by `Server`, so that access, shares, limits, counters and errors are
+the same.
 
 The two may never disagree about where a request begins. What is given to aiohttp as one whole request, in a form that
 nobody can read another way, leaves it where a request ends, and the next one may take the short way again. After
 anything else the connection stays with aiohttp.
 """
 
+from __future__ import annotations
+
 import asyncio
 import re
 import select
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final, NamedTuple, cast
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, cast
 
-from aiohttp import web
-from aiohttp.http import StreamWriter
+import msgspec
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion10, HttpVersion11, StreamWriter
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict
 
-from ipc.http import SEND, Answer, PlainSend, problem_answer
 from ipc.peers import peer_of
-from ipc.shares import Budget, Turns
+from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
+from postroom._wire.administration import in_words
+from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
-from postroom.errors import Problem
+from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
+T = TypeVar("T", bound=msgspec.Struct)
+SEND: Final = "/v1/send"
+JSON: Final = "application/json"
+MIN_RETRY_AFTER: Final = 1  # second: the header knows whole ones only
 _MAX_HEAD: Final = 4096  # bytes
 _HEAD: Final = re.compile(
     rb"(?:GET|POST|DELETE) [\x21-\x7e]+ HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)*\r\n"
@@ -49,6 +63,60 @@ _USUAL: Final = frozenset(
         *("host", "user-agent", "accept", "accept-encoding", "connection"),  # which change nothing
     }
 )
+_START: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Asked:
+    """What every request has, however it was read: the connection that it came over, and its part of what is shared."""
+
+    connection: Connection
+    keeps_others_out = False  # whether it counts among those that the server answers at once
+
+    @property
+    def caller(self) -> Caller:
+        """Who sent it: the peer of the connection."""
+        return self.connection.caller
+
+    async def take_turn(self, count: int) -> None:
+        """Return when `count` bytes may be worked on for this caller: others have their turn too."""
+        await self.connection.turns.take(self.caller.uid, count)
+
+    def only_waits(self) -> None:
+        """Note that the request has nothing left to do but to wait: it stays, and must keep no other out."""
+        if self.keeps_others_out:
+            self.keeps_others_out = False
+            self.connection.requests.give_back(1, self.caller.uid)
+
+
+class Request(Asked, web.BaseRequest):
+    """A request that aiohttp has read; `params` are the variable parts of its path."""
+
+    params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+
+    @property
+    def connection(self) -> Connection:  # type: ignore[override] # never set
+        """The connection that the request came over."""
+        return self._protocol  # type: ignore[return-value] # every protocol of the server is one
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all of its body is there."""
+        return self.content.is_eof()
+
+
+class PlainSend(Asked):
+    """A `POST /v1/send` that arrived whole and says nothing unusual, read without aiohttp (ipc/connection.py)."""
+
+    method: Final = hdrs.METH_POST
+    path: Final = SEND
+    has_arrived: Final = True
+
+    def __init__(self, connection: Connection, headers: CIMultiDict[str], body: bytes) -> None:
+        self.connection = connection
+        self.headers = headers
+        self.body = body
 
 
 class Arrived(NamedTuple):
@@ -97,6 +165,7 @@ class Connection(TimedConnection):
         "_sending",
         "_stays",
         "_unread",
+        "_with_aiohttp",
         "between_lines",
         "caller",
         "is_allowed",
@@ -122,7 +191,8 @@ class Connection(TimedConnection):
         self._answer: Callable[[PlainSend], Awaitable[Answer]] = cast(Any, server.request_handler)
         self._sending: asyncio.Task[None] | None = None  # answers a plain send
         self._unread = b""  # what arrived behind that
-        self._stays = False  # with aiohttp, which alone knows where the next request begins
+        self._with_aiohttp = True  # what came last; it begins with a look at the connection
+        self._stays = False  # there, since aiohttp alone knows where the next request begins
         self._closing = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
@@ -139,7 +209,7 @@ class Connection(TimedConnection):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered or waits for its turn."""
-        return self._sending is not None or super().busy
+        return self._sending is not None or (self._with_aiohttp and super().busy)
 
     def data_received(self, data: bytes) -> None:
         """Answer a plain send, and give everything else to aiohttp."""
@@ -159,8 +229,10 @@ class Connection(TimedConnection):
             self._heard_at = self._now()
             self.keep_alive(False)  # aiohttp's timer, which sees nothing of this
             send = PlainSend(self, CIMultiDict(arrived.fields), arrived.body)
+            self._with_aiohttp = False
             self._sending = self._loop.create_task(self._send(send))
             return
+        self._with_aiohttp = True
         self._stays = arrived is None
         self._stop_timer()
         super().data_received(data)
@@ -268,3 +340,164 @@ class Connection(TimedConnection):
 
     def _last_answer(self, problem: Problem) -> web.StreamResponse:
         return problem_answer(problem, close=True)
+
+
+class BodyReader:
+    """Reads bodies within the limits of one, and of all that are being read at once."""
+
+    def __init__(self, limits: Limits, budget: Budget) -> None:
+        self._limit = limits.request_bytes
+        self._budget = budget
+
+    async def read(self, request: Request | PlainSend) -> bytes:
+        """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
+        if isinstance(request, PlainSend) or request.has_arrived:
+            body = request.body if isinstance(request, PlainSend) else request.content.read_nowait()
+            if len(body) > self._limit:
+                self._refuse(f"{len(body)} bytes")
+            return body
+        content, length = request.content, request.content_length
+        if length is not None and length > self._limit:
+            self._refuse(f"{length} bytes")
+        uid = request.caller.uid  # what has arrived, not what is promised, draws on its share of the budget
+        start_body(request, self._budget, length or 1)
+        received = bytearray()
+        try:
+            while chunk := await content.readany():
+                if len(received) + len(chunk) > self._limit:
+                    self._refuse(f"more than {self._limit} bytes")
+                self._budget.take(len(chunk), uid)
+                received += chunk
+            return bytes(received)
+        finally:
+            self._budget.give_back(len(received), uid)
+
+    def _refuse(self, size: str) -> NoReturn:
+        detail = f"the request has {size}, the limit is {self._limit}: send less, or raise limits.request_bytes"
+        raise InvalidMessage.of("request_too_large", detail)
+
+
+def start_body(request: Request, budget: Budget, size: int) -> None:
+    """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on.
+
+    Such a caller is refused (429) where `budget` has no room for its `size` bytes now: it has not sent them in vain.
+    """
+    request.connection.begin()
+    expect = request.headers.get(hdrs.EXPECT)
+    if expect is None or request.version != HttpVersion11:
+        return
+    if expect.lower() != "100-continue":
+        raise InvalidMessage.of(
+            "expectation_failed", "the only expectation that can be met is 100-continue: omit any other"
+        )
+    budget.ask(size, request.caller.uid)
+    if request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def check_media(request: Request | PlainSend, media: str | None) -> None:
+    """Refuse (415) a body that is not `media` in UTF-8 (None: whatever the handler makes of it), or compressed."""
+    headers = request.headers
+    if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+        raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
+    if media is not None and not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
+        raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
+
+
+@lru_cache(maxsize=64)
+def _is_media(header: str, media: str) -> bool:
+    kind, *parameters = (part.strip().lower() for part in header.split(";"))
+    return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
+
+
+def decode_body(data: bytes, kind: type[T]) -> T:
+    """Decode a JSON body; raises `InvalidMessage` that names what is wrong, duplicate keys too."""
+    refuse_too_many_values(data)
+    try:
+        decoded = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        field, sentence = where(error)
+        raise InvalidMessage.of("invalid_field", in_words(sentence), field=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        detail = f"the body must be one JSON object in UTF-8: {error}"
+        raise InvalidMessage.of("invalid_json", detail) from error
+    refuse_duplicate_keys(data)
+    return decoded
+
+
+class Answer(web.StreamResponse):
+    """One complete answer, whose bytes are ready before they are written; `headers` are lines that end in CRLF.
+
+    An aiohttp response builds a case-insensitive multi-dict of headers and serialises it again, which is a large part
+    of what a send costs. This is the same on the wire, and obeys the same contract (prepare, write_eof).
+    """
+
+    def __init__(self, status: int, body: bytes, media: str = JSON, headers: str = "") -> None:
+        # The base's constructor makes the dictionaries that this class exists to avoid.
+        self._status = status
+        self._body_bytes = body
+        about_body = (
+            "" if status == HTTPStatus.NO_CONTENT else f"Content-Type: {media}\r\nContent-Length: {len(body)}\r\n"
+        )
+        self._head = f"{_START[status]}{about_body}Date: {_date(int(time.time()))}\r\n{headers}"
+        self._keep_alive = None
+        self._written = False
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Write everything, once, then wait for a slow reader to make room: answers that nobody reads cannot pile up.
+
+        Raises `ConnectionResetError` where the caller has disconnected.
+        """
+        if self._written:
+            return None
+        self._written = True
+        if self._keep_alive is None:
+            self._keep_alive = request.keep_alive
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the caller has disconnected")
+        transport.write(
+            self.encode(
+                with_body=request.method != hdrs.METH_HEAD,
+                connection="Connection: keep-alive\r\n" if request.version == HttpVersion10 else "",
+            )
+        )
+        if request.protocol.writing_paused:
+            await request.writer.drain()
+        return None
+
+    def encode(self, *, with_body: bool = True, connection: str = "") -> bytes:
+        """Return the bytes of the answer; one that does not end the connection says `connection` of it."""
+        if self._keep_alive is False:
+            connection = "Connection: close\r\n"
+        return f"{self._head}{connection}\r\n".encode("latin-1") + (self._body_bytes if with_body else b"")
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Do nothing: an answer is complete from the start."""
+
+
+def json_answer(value: Any, status: int = 200) -> Answer:
+    """Answer with `value` encoded by msgspec."""
+    return Answer(status, _encode(value))
+
+
+def problem_answer(problem: Problem, headers: Mapping[str, str] | None = None, *, close: bool = False) -> Answer:
+    """Answer with `problem` (RFC 9457), and `Retry-After` where it says when; `close` ends the connection after it."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    if problem.retry_after is not None:
+        lines += f"Retry-After: {max(MIN_RETRY_AFTER, round(problem.retry_after))}\r\n"
+    answer = Answer(problem.status, _encode(problem), PROBLEM_JSON, lines)
+    if close:
+        answer.force_close()
+    return answer
+
+
+def problem_of(status: int, code: str, detail: str, **members: Any) -> Problem:
+    """Build a problem that is answered without being raised."""
+    return PostroomError.of(code, detail, status=status, **members).problem
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    """Return the `Date` header's value, formatted once a second."""
+    return formatdate(second, usegmt=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from ipc.http import JSON, Answer, BodyReader, Request, check_media, decode_body, json_answer
+from ipc.connection import JSON, Answer, BodyReader, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from outbox import to_datetime
 from postroom._wire.message import parse_destination

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from inbox import MessageFilter, StoredMessage
-from ipc.http import Request, json_answer
+from ipc.connection import Request, json_answer
 from ipc.services import Services
 from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom.chassis.routes import decode_query

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from ipc.http import JSON, BodyReader, Request, check_media, decode_body, json_answer
+from ipc.connection import JSON, BodyReader, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms

@@ -19,11 +19,11 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import structlog
@@ -43,6 +43,8 @@ _MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not let e
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _TOKEN_PARAMETERS: Final = frozenset({"token", "access_token", "auth", "authorization", "api_key", "bearer"})
 _OWN_SITES: Final = frozenset({"same-origin", "none"})
+
+Accept = Callable[[Sequence[PreparedSend], Caller], Coroutine[Any, Any, list[AcceptedRow | PostroomError]]]
 
 _log = structlog.get_logger(__name__)
 
@@ -193,14 +195,12 @@ class DestinationRule:
         if not self.allows(destination):
             raise _not_allowed(destination)
 
-    def accept(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> Awaitable[list[AcceptedRow | PostroomError]]:
-        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
+    def accepting(self, outbox: Outbox) -> Accept:
+        """Return what accepts the sends that the config allows; one that is on disk already is answered all the same.
 
         The others have their refusal (403) in their place.
         """
-        return self._accept_allowed(outbox, sends, caller) if self._patterns else outbox.accept(sends, caller)
+        return partial(self._accept_allowed, outbox) if self._patterns else outbox.accept
 
     async def _accept_allowed(
         self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller

@@ -16,7 +16,17 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import istr
 
-from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer, start_body
+from ipc.connection import (
+    JSON,
+    Answer,
+    BodyReader,
+    PlainSend,
+    Request,
+    check_media,
+    decode_body,
+    json_answer,
+    start_body,
+)
 from ipc.services import Services
 from ipc.shares import NOBODY, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped
@@ -49,7 +59,6 @@ class Sends:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._outbox = services.outbox
-        self._destinations = services.destinations
         self._counters = services.counters
         self._read = BodyReader(services.limits, services.budget).read
         self._budget = services.budget
@@ -90,7 +99,7 @@ class Sends:
                 prepared = prepare(
                     decoded, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes
                 )
-                (row,) = await self._destinations.accept(self._outbox, (prepared,), caller)
+                (row,) = await self._services.accept((prepared,), caller)
             finally:
                 self._budget.give_back(len(body), caller.uid)
             outcome = row if isinstance(row, PostroomError) else answer(row, prepared, caller.uid)
@@ -295,7 +304,7 @@ class Batch:
         """Put the good lines of a chunk on disk together; returns what became of every line."""
         sends = [line for line in lines if not isinstance(line, PostroomError)]
         try:
-            rows = await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
+            rows = await self._services.accept(sends, self._request.caller)
         except PostroomError as error:  # what goes wrong with all of them is each one's problem
             rows = [error] * len(sends)
         if len(rows) == len(lines):

@@ -11,10 +11,10 @@ held is shared, and work goes by turns (ipc/shares.py).
 import asyncio
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import structlog
 from aiohttp import web
@@ -23,20 +23,20 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
-from ipc.connection import Connection
-from ipc.http import Answer, MethodNotAllowed, PlainSend, Request, Table, problem_answer, problem_of
+from ipc.connection import Answer, Connection, PlainSend, Request, problem_answer, problem_of
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
-from postroom.errors import InvalidMessage, NotPermitted, PostroomError
+from postroom.errors import InvalidMessage, NotFound, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
 
 _ACCEPTED_A_TURN: Final = 4  # connections
 _TURNED_AWAY_A_TURN: Final = 64  # connections of a uid that has too many
 _LOOKS: Final = 8  # at connections that count as idle but still write their answer
+_MAX_SEGMENT: Final = 512  # characters of one variable part of a path
 _PAUSE: Final = 0.1  # seconds without accepting, where the process has no descriptor left
 _NOT_ALLOWED: Final = problem_of(
     403, "peer_not_allowed", "your uid may not use this socket (config: socket.allow_uids)"
@@ -228,6 +228,73 @@ class Server(TimedServer):
         status = error.problem.status
         self._counters.answers[status] += 1
         return problem_answer(error.problem, headers, close=not request.has_arrived)
+
+
+class Found(NamedTuple):
+    """A route, and the variable parts of the path that led to it."""
+
+    route: Route
+    params: dict[str, str]
+
+
+class Table:
+    """The routes, indexed: fixed paths by a dictionary, variable ones by their segments.
+
+    A target is matched as it was sent, and nothing of it is decoded or normalised: `/v1/%73end`, `//v1/send` and
+    `/v1/../v1/send` are other paths, and 404.
+    """
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.fixed: Final[dict[tuple[str, str], Route]] = {}
+        self._variable: Final[defaultdict[int, list[tuple[list[str], Route]]]] = defaultdict(list)
+        for route in routes:
+            if "{" in route.path:
+                segments = route.path.split("/")
+                self._variable[len(segments)].append((segments, route))
+            else:
+                self.fixed[route.method, route.path] = route
+
+    def find(self, method: str, path: str) -> Found:
+        """Return the route; raises `NotFound`, or a 405 where the path takes other methods."""
+        if route := self.fixed.get((method, path)):
+            return Found(route, {})
+        candidates = list(self._candidates(path))
+        for found in candidates:
+            if found.route.method == method:
+                return found
+        if candidates:
+            raise MethodNotAllowed(found.route.method for found in candidates)
+        raise NotFound.of("no_such_route", "there is no such route: read GET /v1/openapi.json, which lists them all")
+
+    def _candidates(self, path: str) -> Iterable[Found]:
+        fixed = [route for (_, known), route in self.fixed.items() if known == path]
+        if fixed:
+            yield from (Found(route, {}) for route in fixed)
+            return
+        parts = path.split("/")
+        for segments, route in self._variable.get(len(parts), ()):
+            if (params := _match(segments, parts)) is not None:
+                yield Found(route, params)
+
+
+class MethodNotAllowed(PostroomError):
+    """The path is there, for other methods (405); `allow` lists those it takes."""
+
+    def __init__(self, methods: Iterable[str]) -> None:
+        self.allow = ", ".join(sorted(set(methods)))
+        super().__init__(problem_of(405, "method_not_allowed", f"this path accepts {self.allow}"))
+
+
+def _match(segments: list[str], parts: list[str]) -> dict[str, str] | None:
+    params = {}
+    for segment, part in zip(segments, parts, strict=True):
+        if segment.startswith("{"):
+            if not part or len(part) > _MAX_SEGMENT:
+                return None
+            params[segment[1:-1]] = part
+        elif segment != part:
+            return None
+    return params
 
 
 Row = dict[Connection, None]  # in the order in which they joined it

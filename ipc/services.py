@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Final, Protocol
 
 from inbox import Inbox, InboxSettings
-from ipc.peers import DestinationRule, Policy
+from ipc.peers import Accept, DestinationRule, Policy
 from ipc.shares import Budget, Limits
 from outbox import Outbox
 from postroom._wire.sends import RelayStatus
@@ -101,6 +101,11 @@ class Services:
     destinations: DestinationRule = field(default_factory=DestinationRule)
     late_seconds: float = 300  # that a due message may have waited before `health` says so
     outbox_max_bytes: int = 2**63 - 1  # size of the outbox file; `health` warns before
+
+    @cached_property
+    def accept(self) -> Accept:
+        """What accepts sends, as far as the config allows them."""
+        return self.destinations.accepting(self.outbox)
 
     @cached_property
     def budget(self) -> Budget:

@@ -6,9 +6,12 @@ import asyncio
 import json
 import re
 import sqlite3
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +22,7 @@ from ipc.shares import Limits
 from outbox import OutboxSettings
 
 MESSAGE = {"to": "topic:orders", "body": "hi"}
+ROOT = Path(__file__).parents[3]
 JSON = "application/json"
 WAYS = {"plain": {}, "ordinary": {"X-Way": "ordinary"}}  # what a connection does not know, it leaves to aiohttp
 
@@ -141,6 +145,36 @@ async def _outcome(room: Any, way: str, case: Case) -> Any:
 
 def _without_ids(shown: Any) -> Any:
     return re.sub(r"[0-9A-Z]{26}|[0-9]{4}-[0-9T:.-]*Z", "…", json.dumps(shown))
+
+
+async def test_a_repeated_send_meets_the_files_that_the_architecture_names(open_room: Any) -> None:
+    met: set[str] = set()
+
+    def note(frame: FrameType, *_: object) -> None:
+        met.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # the outbox's thread begins under it
+    try:
+        room = await open_room()
+        reader, writer = await connected(room)
+        for _ in range(2):
+            met.clear()
+            sys.setprofile(note)
+            writer.write(send("plain", Idempotency_Key="one-id"))
+            reply = await answered(reader)
+            sys.setprofile(None)
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type] # as sys has it
+    assert reply.headers["idempotent-replayed"] == "true"
+    writer.close()
+    table = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\| (?:onto the socket|checked and answered|into the outbox) \| (.+) \|$", table, re.MULTILINE)
+    named = {name for step in steps for name in re.findall(r"`([\w/]+\.py)`", step)}
+    ours = {file.removeprefix(f"{ROOT}/") for file in met if file.startswith(f"{ROOT}/")}
+    ours = {file for file in ours if not file.startswith((".venv/", "tests/"))}
+    assert {file.removeprefix("sdk/postroom/") for file in ours} == {
+        file.removeprefix("sdk/postroom/") for file in named
+    }
 
 
 async def test_a_send_in_pieces_is_answered(room: Any, way: str) -> None:

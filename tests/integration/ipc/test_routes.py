@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.wire import encode, parse
 
-from ipc.http import MethodNotAllowed, Table
 from ipc.peers import Policy
 from ipc.routes import CALLER, OPERATOR, routes
+from ipc.server import MethodNotAllowed, Table
 from postroom._wire.operations import VERBS
 from postroom.chassis.routes import Route
 from postroom.errors import NotFound

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.http import _is_media
+from ipc.connection import _is_media
 from ipc.peers import GRACE_SECONDS, DestinationRule, LocalToken, Policy, peer_of, rotate
 from ipc.sends import Splitter, idempotency_key
 from ipc.shares import Budget
