@@ -19,7 +19,7 @@ import structlog
 from broker.shares import Shares
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
-from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool, close_pool
+from postroom.chassis.postgres import CONNECT_SECONDS, POSTGRES_ERRORS, UNREACHABLE, Connection, Pool, close_pool
 from postroom.errors import InvalidMessage, TryAgain
 
 _log = structlog.get_logger(__name__)
@@ -101,7 +101,7 @@ class Database:
                     rung, self._unrung = self._unrung, set()
                     await self.accepting.execute(QUERIES["ring"], rung)
                     await asyncio.sleep(_RING_SECONDS)
-            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+            except POSTGRES_ERRORS as error:
                 _log.info("publishers_not_woken", error=type(error).__name__)  # they look by themselves, only later
             finally:
                 self._ringing = None

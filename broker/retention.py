@@ -13,14 +13,13 @@ import time
 from datetime import timedelta
 from typing import NamedTuple
 
-import asyncpg
 import structlog
 
 from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
-from postroom.chassis.postgres import UNREACHABLE, Connection, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, rest_since
 from postroom.delivery.durables import sweep_waiting
 from postroom.delivery.programs import sweep_minutes, sweep_programs
 
@@ -47,7 +46,7 @@ class Sweeper:
         while True:
             try:
                 await self.sweep()
-            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+            except POSTGRES_ERRORS as error:
                 _log.warning("sweep_failed", error=type(error).__name__)
             await asyncio.sleep(self._config.sweep_interval_seconds)
 

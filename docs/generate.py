@@ -37,7 +37,7 @@ from ipc.services import Counters
 from outbox import Outbox, OutboxSettings
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.dead_letters import DEAD_LETTERS, DeadLetter
-from postroom._wire.jobs import JOB_EVENTS, JOBS, JobCompleted, JobFailed, JobOperated, JobStarted
+from postroom._wire.jobs import JOBS, JobCompleted, JobFailed, JobOperated, JobStarted
 from postroom._wire.message import Envelope
 from postroom._wire.once import KEYS
 from postroom._wire.operations import VERBS as ROW_VERBS
@@ -496,10 +496,6 @@ engine's own: do not rely on their bodies.
 {types}"""
 
 
-def _job_events(body: type) -> str:
-    return ", ".join(f"`{{mesh}}.event.{name}.v1`" for name, kind in JOB_EVENTS.items() if kind is body)
-
-
 # What is published, under which subject; in the order of a message's way.
 _BODIES: Final[Mapping[type, tuple[str, str]]] = MappingProxyType(
     {
@@ -510,10 +506,13 @@ _BODIES: Final[Mapping[type, tuple[str, str]]] = MappingProxyType(
         HistoryMessage: ("`{mesh}.inbox.{member}`", "a message for a member's inboxes"),
         HandlerRequest: ("(a `POST` to a handler or a webhook)", "any event, as a handler gets it"),
         DeadLetter: ("`{mesh}.dlq.{event}.v{version}`", "a message that could not be handled"),
-        JobStarted: (_job_events(JobStarted), "a job was started"),
-        JobCompleted: (_job_events(JobCompleted), "a job's completion is done"),
-        JobFailed: (_job_events(JobFailed), "an activity failed, and with it the job"),
-        JobOperated: (_job_events(JobOperated), "an operator let a failed job go on, or ended one"),
+        JobStarted: ("`{mesh}.event.job_started.v1`", "a job was started"),
+        JobCompleted: ("`{mesh}.event.job_completed.v1`", "a job's completion is done"),
+        JobFailed: ("`{mesh}.event.job_failed.v1`", "an activity failed, and with it the job"),
+        JobOperated: (
+            "`{mesh}.event.job_retried.v1`, `{mesh}.event.job_cancelled.v1`",
+            "an operator let a failed job go on, or ended one",
+        ),
     }
 )
 

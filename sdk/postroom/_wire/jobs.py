@@ -8,9 +8,7 @@ The rest is that of every noun (`_wire/nouns.py`). A job is started by names alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime
-from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
 
@@ -196,18 +194,6 @@ class JobOperated(JobStarted, kw_only=True):
 
     by: str
     reason: str
-
-
-JOB_EVENTS: Final[Mapping[str, type[JobStarted]]] = MappingProxyType(
-    {
-        "job_started": JobStarted,
-        "job_completed": JobCompleted,
-        "job_failed": JobFailed,
-        "job_retried": JobOperated,
-        "job_cancelled": JobOperated,
-    }
-)
-"""The body of each event of a job, version 1, by the event's name."""
 
 
 JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] = Noun(

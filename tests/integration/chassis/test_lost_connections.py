@@ -7,7 +7,7 @@ from collections import Counter
 
 import asyncpg
 
-from postroom.chassis.postgres import UNREACHABLE, open_pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, open_pool
 
 KILL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'doomed'"
 USERS = 4
@@ -23,7 +23,7 @@ async def test_each_way_of_losing_a_connection_is_an_error_that_is_waited_out(da
             try:
                 async with pool.acquire() as connection, connection.transaction():
                     await connection.fetchval("SELECT 1")
-            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+            except POSTGRES_ERRORS as error:
                 lost[type(error)] += 1
             await asyncio.sleep(0)
 

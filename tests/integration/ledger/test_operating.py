@@ -14,7 +14,7 @@ import pytest
 from support.ledgers import LEASE, Jobs, asking
 
 from broker.database import migrate
-from postroom._wire.jobs import JOB_EVENTS, JobFilter, JobState
+from postroom._wire.jobs import JobCompleted, JobFailed, JobFilter, JobOperated, JobStarted, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
 from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, retry_job, show_job, start
@@ -83,6 +83,13 @@ async def until_it_waits(url: str, connection: asyncpg.Connection[asyncpg.Record
     await server.close()
 
 
+EVENTS = {
+    "job_started": JobStarted,
+    "job_completed": JobCompleted,
+    "job_failed": JobFailed,
+    "job_retried": JobOperated,
+    "job_cancelled": JobOperated,
+}
 STATES = ("running", "closed", "completed", "failed", "failed at its end", "cancelled")
 CANCELLED = {"running": "cancelled", "closed": "cancelled"}
 RETRIED_TO = {"failed": "running", "failed at its end": "closed"}
@@ -121,10 +128,10 @@ async def test_each_event_of_a_job_has_the_fields_that_its_type_says(jobs: Jobs)
         if state in RETRIED_TO:
             await retry(jobs, begun.job)
         for event, payload in await jobs.connection.fetch(SENT, begun.job):
-            body = msgspec.json.decode(payload, type=JOB_EVENTS[event])
+            body = msgspec.json.decode(payload, type=EVENTS[event])
             assert set(msgspec.json.decode(payload)) == set(body.__struct_fields__), event
             seen.add(event)
-    assert seen == set(JOB_EVENTS)
+    assert seen == set(EVENTS)
 
 
 async def test_a_job_that_there_is_not_is_not_found(jobs: Jobs) -> None:
