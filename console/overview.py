@@ -163,9 +163,9 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
     """`GET /live`: the same as server-sent events, until the session ends."""
     session = request[SESSION]
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-    await answer.prepare(request)
     watch, sent = request.app[_watch], b""
     try:
+        await answer.prepare(request)
         while not request.app[SESSIONS].is_over(session.key):
             try:
                 data = msgspec.json.encode((await watch.look(session.client))._asdict())

@@ -102,6 +102,7 @@ class Chromium:
         await self.open("/login")
         await self.type('input[name="token"]', ADMIN_TOKEN)
         await self.click("main button")
+        await self.find(".who")  # the click does not always wait for the page that it leads to
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import platform
+import socket
 from typing import Any
 from uuid import uuid4
 
@@ -11,6 +12,8 @@ import asyncpg
 import msgspec
 import pytest
 from nats.aio.client import Client
+from structlog.testing import capture_logs
+from yarl import URL
 
 from console import overview
 from console.views import NAVIGATION
@@ -256,6 +259,20 @@ async def test_a_token_that_is_revoked_shows_nothing_while_others_look(office: A
     assert (await admin.open("/")).path == "/"
     assert (await eve.open("/")).path == "/login"
     assert (await admin.open("/")).path == "/"
+
+
+async def test_a_page_that_is_closed_as_it_asks_for_the_stream_is_no_error(admin: Any) -> None:
+    url = URL(admin.url)
+    cookies = admin.session.cookie_jar.filter_cookies(url)
+    lines = [
+        f"GET /live HTTP/1.1\r\nHost: {url.authority}",
+        *(f"Cookie: {one.OutputString()}" for one in cookies.values()),
+    ]
+    with capture_logs() as logged:
+        with socket.create_connection((url.host, url.port)) as browser:
+            browser.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+        assert (await admin.open("/")).path == "/"
+    assert logged == []
 
 
 async def test_whoever_may_not_look_everywhere_begins_at_the_messages(office: Any) -> None:
