@@ -19,9 +19,10 @@ import msgspec
 from postroom._wire.accept import MAX_BATCH, AcceptedEvent, RawAcceptItem
 from postroom._wire.administration import MemberName
 from postroom._wire.fingerprint import prefix
-from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id
+from postroom._wire.ids import ID_RULE, MAX_ID_LENGTH, is_client_message_id
 from postroom._wire.message import (
     MAX_MENTIONS,
+    TRACEPARENT,
     DestinationKind,
     Envelope,
     Priority,
@@ -33,7 +34,6 @@ from postroom._wire.message import (
 from postroom.errors import InvalidMessage, Problem
 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
@@ -183,7 +183,7 @@ def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
         except InvalidMessage as error:
             return _malformed(position, "", error.code, f"message {position} of the batch: {error.problem.detail}")
     if not is_client_message_id(item.client_message_id):
-        sentence = "client_message_id is not an id: 1 to 128 characters of A-Za-z0-9._:~-"
+        sentence = f"client_message_id is not an id: {ID_RULE}"
         return _malformed(position, item.client_message_id[:MAX_ID_LENGTH], "invalid_client_message_id", sentence)
     if _FINGERPRINT.fullmatch(item.request_fingerprint) is None:
         sentence = "request_fingerprint is not a sha-256 in 64 lower-case hex digits"
@@ -214,7 +214,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
             "computes another canonical form",
             "request_fingerprint",
         )
-    if envelope.traceparent is not None and _TRACEPARENT.fullmatch(envelope.traceparent) is None:
+    if envelope.traceparent is not None and TRACEPARENT.fullmatch(envelope.traceparent) is None:
         refuse("invalid_traceparent", "traceparent is not valid (W3C Trace Context)", "traceparent")
     meta = envelope.meta or {}
     return Checked(

@@ -13,7 +13,6 @@ from aiohttp import web
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
-from postroom._wire.administration import in_words
 from postroom._wire.message import refuse_duplicate_keys, where
 from postroom.errors import InvalidMessage, PostroomError
 
@@ -65,7 +64,7 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             decoded = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             field, sentence = where(error)
-            raise InvalidMessage.of("invalid_request", in_words(sentence), field=field) from error
+            raise InvalidMessage.of("invalid_request", sentence, field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             sentence = f"the body is not what this route takes: {error}; GET /openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error

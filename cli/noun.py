@@ -104,7 +104,7 @@ def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Call
     """Make the check of an argument that is such a name, or of an option that is several."""
 
     def check(value: Any) -> Any:
-        from postroom._wire.administration import check_name  # noqa: PLC0415
+        from postroom._wire.names import check_name  # noqa: PLC0415
         from postroom.errors import InvalidMessage  # noqa: PLC0415
 
         try:

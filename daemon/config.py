@@ -15,7 +15,7 @@ from broker_client import BrokerClientSettings, RelaySettings
 from inbox import InboxSettings
 from ipc.shares import Limits
 from outbox import OutboxSettings
-from postroom._wire.administration import SLUG_PATTERN
+from postroom._wire.names import MESH
 from postroom.chassis.config import load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings
@@ -68,7 +68,7 @@ class MetricsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Everything that the daemon of one mesh may be told."""
 
-    mesh: Annotated[str, Meta(pattern=SLUG_PATTERN, description="The mesh that this daemon sends into.")]
+    mesh: Annotated[str, Meta(pattern=MESH.schema, description="The mesh that this daemon sends into.")]
     broker: BrokerClientSettings
     state_directory: Annotated[
         Path | None,

@@ -41,7 +41,6 @@ from multidict import CIMultiDict
 from ipc.peers import peer_of
 from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
-from postroom._wire.administration import in_words
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
@@ -417,7 +416,7 @@ def decode_body(data: bytes, kind: type[T]) -> T:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        raise InvalidMessage.of("invalid_field", in_words(sentence), field=field) from error
+        raise InvalidMessage.of("invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the body must be one JSON object in UTF-8: {error}"
         raise InvalidMessage.of("invalid_json", detail) from error

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeAlias
 
 import msgspec
 
+from postroom._wire.names import WORD
 from postroom.errors import InvalidMessage, PostroomError
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ __all__ = [
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
 
 
@@ -156,10 +156,8 @@ def check_agent(agent: Any) -> None:
     if not (isinstance(agent, type) and issubclass(agent, Agent)):
         raise _invalid(f"{agent!r} is not an agent: derive a class from postroom.agent.Agent, and name that class")
     name = agent_name(agent)
-    if _NAME.fullmatch(name) is None:
-        raise _invalid(
-            f"{agent.__name__}.name {name!r} must be a lower-case letter, then lower-case letters, digits, _ or -"
-        )
+    if not WORD.allows(name):
+        raise _invalid(f"{agent.__name__}.name {name!r} must be {WORD.words}")
     subjects: Any = agent.subjects
     if not subjects:
         raise _invalid(

@@ -34,7 +34,6 @@ whose body has that id as `answers`. The first answer to a request counts; later
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -43,6 +42,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, overload
 from uuid import UUID
 
 from postroom._wire.message import parse_destination
+from postroom._wire.names import SNAKE, WORD
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.retry_policy import RetryPolicy
 
@@ -61,8 +61,6 @@ __all__ = [
     "next_steps",
 ]
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
-_NAME_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
 _ADVICE: Final = "return None, an activity.spawn(…), an activity.again(…), or a list of them"
 _MOST_TIMEOUT: Final = 7 * 86_400  # seconds: as long as an outbox keeps what it published
 _MOST_ASKS: Final = 1000
@@ -356,8 +354,8 @@ def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...
 
 
 def _check_name(what: str, name: str) -> None:
-    if _NAME.fullmatch(name) is None:
-        raise _invalid(f"{what} cannot be called {name!r}: {_NAME_RULE}")
+    if not WORD.allows(name):
+        raise _invalid(f"{what} cannot be called {name!r}: {WORD.words}")
 
 
 def _check_asking(name: str, sends: str | None, answer: str | None, timeout: float | None, asks: int) -> None:
@@ -370,7 +368,7 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
             raise _invalid(f"the activity {name!r} sends to {sends!r}: {error}") from error
         if kind != "queue":
             raise _invalid(f"the activity {name!r} sends to {sends!r}: a request goes to queue:<name>")
-    if answer is not None and (_NAME.fullmatch(answer) is None or "-" in answer):
+    if answer is not None and not SNAKE.allows(answer):
         raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is not an event's name: use snake_case")
     if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
         raise _invalid(

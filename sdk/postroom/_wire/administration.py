@@ -7,15 +7,14 @@ Times are UTC. A `broker_message_id` is a ULID written as a UUID: the same text 
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from postroom._wire.message import DestinationKind, Priority
 from postroom._wire.moment import Moment, check_moments
-from postroom.errors import InvalidMessage
+from postroom._wire.names import MESH, OPERATOR, QUEUE, SNAKE, WORD
 
 Role = Literal["member", "admin"]
 OperatorRole = Literal["look", "repair", "administer"]  # each may do what the one before may
@@ -24,51 +23,11 @@ CallerRole = Literal["member", "look", "repair", "administer"]
 MAX_PAGE = 1000  # messages in one page of the history
 MAX_URL = 2048  # characters in the address of a webhook
 
-# Names obey the rules of destinations (`_wire.message`), so that everything that can be created can be written to.
-_END: Final = r"$(?!\n)"  # `$` alone lets a newline follow
-_SNAKE: Final = "^[a-z][a-z0-9_]{0,63}" + _END
-_WORD: Final = "[a-z][a-z0-9_-]{0,63}"
-
-_NOT_CMD: Final = r"^(?!cmd$)"  # the subjects of all commands begin with that word
-SLUG_PATTERN: Final = _NOT_CMD + _SNAKE
-MEMBER_PATTERN: Final = f"^{_WORD}{_END}"
-OPERATOR_PATTERN: Final = f"^(?!administrator$){_WORD}{_END}"
-QUEUE_PATTERN: Final = rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}"
-REASON_PATTERN: Final = r"^\s*[^\s\0][^\0]*$"  # what operators give, for any of their verbs
-Slug = Annotated[str, msgspec.Meta(pattern=SLUG_PATTERN, description="a mesh, in snake_case; not `cmd`")]
-OperatorName = Annotated[str, msgspec.Meta(pattern=OPERATOR_PATTERN, description="an operator; not `administrator`")]
-MemberName = Annotated[str, msgspec.Meta(pattern=MEMBER_PATTERN, description="a member of a mesh")]
-TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
-QueueName = Annotated[
-    str,
-    msgspec.Meta(pattern=QUEUE_PATTERN, description="a queue: one to four words joined by dots"),
-]
-
-_SNAKE_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits or `_`"
-_WORD_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
-_NAMES: Final = {  # of each kind of thing: the pattern, and what it says
-    "mesh": (SLUG_PATTERN, f"a mesh's name: {_SNAKE_RULE}; not `cmd`"),
-    "member": (MEMBER_PATTERN, f"a member's name: {_WORD_RULE}"),
-    "operator": (OPERATOR_PATTERN, f"an operator's name: {_WORD_RULE}; not `administrator`"),
-    "topic": (_SNAKE, f"a topic's name: {_SNAKE_RULE}"),
-    "queue": (QUEUE_PATTERN, f"a queue's name: one to four words joined by dots, each {_WORD_RULE}"),
-}
-_REASON: Final = (REASON_PATTERN, "a text that is not blank and has no NUL character")
-
-
-def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
-    """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
-    pattern, rule = _NAMES[kind]
-    if re.match(pattern, name) is None:
-        raise InvalidMessage.of("invalid_name", f"{name!r} is not {rule}", field=kind)
-    return name
-
-
-def in_words(sentence: str) -> str:
-    """Say the rule of a name or a reason in words where msgspec's `sentence` about it shows a pattern."""
-    for pattern, rule in (*_NAMES.values(), _REASON):
-        sentence = sentence.replace(f"`str` matching regex {pattern!r}", rule)
-    return sentence
+Slug = Annotated[str, msgspec.Meta(pattern=MESH.schema, description="a mesh, in snake_case; not `cmd`")]
+OperatorName = Annotated[str, msgspec.Meta(pattern=OPERATOR.schema, description="an operator; not `administrator`")]
+MemberName = Annotated[str, msgspec.Meta(pattern=WORD.schema, description="a member of a mesh")]
+TopicName = Annotated[str, msgspec.Meta(pattern=SNAKE.schema, description="a topic, in snake_case")]
+QueueName = Annotated[str, msgspec.Meta(pattern=QUEUE.schema, description="a queue: one to four words joined by dots")]
 
 
 class CreateMesh(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -206,7 +165,7 @@ class CreateWebhook(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str,
         msgspec.Meta(
             max_length=MAX_URL,
-            pattern="^https?://[!-~]+" + _END,
+            pattern=r"^https?://[!-~]+$(?!\n)",
             description="where the topic's messages are posted to: http or https, a public address, no credentials",
         ),
     ]

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Final
 
 MAX_ID_LENGTH: Final = 128  # characters
+ID_RULE: Final = f"1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
 _PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
@@ -96,7 +97,7 @@ def ulid_of(number: int) -> str:
 
 
 def is_client_message_id(text: str) -> bool:
-    """Tell whether `text` may be an id: 1 to 128 characters of `A-Za-z0-9._:~-` (docs/contract/send.md#send-29)."""
+    """Tell whether `text` may be an id (docs/contract/send.md#send-29)."""
     return _CLIENT_MESSAGE_ID.fullmatch(text) is not None
 
 

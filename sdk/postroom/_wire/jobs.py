@@ -16,13 +16,13 @@ import msgspec
 
 from postroom._wire.administration import Slug
 from postroom._wire.message import TRACEPARENT
+from postroom._wire.names import WORD
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import Age
 
 JobState = Literal["running", "closed", "completed", "failed", "cancelled"]
 
-_NAME: Final = r"^[a-z][a-z0-9_-]{0,63}$(?!\n)"
-Name = Annotated[str, msgspec.Meta(pattern=_NAME, description="lower-case letters, digits, `_` and `-`")]
+Name = Annotated[str, msgspec.Meta(pattern=WORD.schema, description="lower-case letters, digits, `_` and `-`")]
 Trace = Annotated[str, msgspec.Meta(pattern=rf"^{TRACEPARENT.pattern}$(?!\n)")]
 
 

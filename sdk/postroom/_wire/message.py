@@ -17,7 +17,8 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
 import msgspec
 
 from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
-from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id, new_id
+from postroom._wire.ids import ID_RULE, is_client_message_id, new_id
+from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, WORD, Rule, in_words
 from postroom.errors import InvalidMessage
 from postroom.retry_policy import check_retry_policy
 
@@ -35,18 +36,8 @@ _WINDOW: Final = 64 * 1024  # bytes that are counted at once
 _LONG: Final = 256  # characters of a body
 _BEGINNING: Final = 32  # bytes of its text
 _LEAST_MEMBER: Final = len('"to":"",')
-MAX_NAME: Final = 64  # characters of a mesh, member, topic or segment of a queue
 
-_NAME: Final = {
-    "topic": re.compile(r"[a-z][a-z0-9_]{0,63}"),
-    "dm": re.compile(r"[a-z][a-z0-9_-]{0,63}"),
-    "queue": re.compile(r"[a-z][a-z0-9_-]{0,63}(\.[a-z][a-z0-9_-]{0,63}){0,3}"),
-}
-_NAME_RULE: Final = {
-    "topic": "snake_case: a letter, then at most 63 letters, digits or underscores",
-    "dm": "a member: a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`",
-    "queue": "one to four such words joined by dots: a lower-case letter, then letters, digits, `_` or `-`",
-}
+_RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
 _LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -157,8 +148,8 @@ def prepare(
         if len(mentions) > MAX_MENTIONS:
             refuse("too_many_mentions", f"{len(mentions)} mentions, the limit is {MAX_MENTIONS}", "mentions")
         for member in mentions:
-            if _NAME["dm"].fullmatch(member) is None:
-                refuse("invalid_mention", f"each of `mentions` must be {_NAME_RULE['dm']}", "mentions")
+            if not WORD.allows(member):
+                refuse("invalid_mention", f"each of `mentions` must be a member: {WORD.words}", "mentions")
         meta = {**(meta or {}), "mentions": sorted(set(mentions))}
     envelope = Envelope(
         to=request.to,
@@ -280,18 +271,17 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
 def parse_destination(text: str) -> Destination:
     """Split and check `kind:name`; raises `InvalidMessage` that states the rule of that kind."""
     kind, colon, ref = text.partition(":")
-    if not colon or kind not in _NAME:
+    if not colon or kind not in _RULES:
         refuse("invalid_destination", "`to` must be topic:<name>, dm:<member> or queue:<name>", "to")
-    if _NAME[kind].fullmatch(ref) is None:
-        refuse("invalid_destination", f"the name in `to` must be {_NAME_RULE[kind]}", "to")
+    if not _RULES[kind].allows(ref):
+        refuse("invalid_destination", f"the name in `to` must be {_RULES[kind].words}", "to")
     return Destination(kind, ref)  # type: ignore[arg-type]
 
 
 def check_client_message_id(text: str, field: str) -> str:
     """Return `text` if it may be an id, else raise `InvalidMessage` for `field`."""
     if not is_client_message_id(text):
-        rule = f"an id has 1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
-        refuse("invalid_client_message_id", f"{field} is not an id: {rule}", field)
+        refuse("invalid_client_message_id", f"{field} is not an id: {ID_RULE}", field)
     return text
 
 
@@ -429,4 +419,5 @@ def where(error: msgspec.ValidationError) -> tuple[str | None, str]:
         field = named[1]
     if field == "priority" and sentence.startswith("Invalid enum value"):
         sentence += f": one of {', '.join(get_args(Priority))}"
+    sentence = in_words(sentence)
     return field, f"{field}: {sentence}" if field else sentence

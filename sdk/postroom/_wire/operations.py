@@ -23,8 +23,8 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
-from postroom._wire.administration import REASON_PATTERN
 from postroom._wire.message import SendRequest
+from postroom._wire.names import REASON
 from postroom._wire.sends import RowStatus
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
@@ -34,7 +34,7 @@ MAX_PAGE: Final = 1000  # rows in one answer
 MAX_WAIT: Final = 60.0  # seconds that one look-up may wait
 MAX_IDS: Final = 10_000  # ids that one bulk request may name, and rows after which its answer ends with a cursor
 
-Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=REASON_PATTERN)]
+Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=REASON.schema)]
 Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some three centuries at most
 
 

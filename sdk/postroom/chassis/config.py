@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_ori
 
 import msgspec
 
+from postroom._wire.names import in_words
 from postroom.chassis.exits import Exit, Fatal
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -90,7 +91,7 @@ def load(
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        sentence, _, path = str(error).partition(" - at `$")
+        sentence, _, path = in_words(str(error)).partition(" - at `$")
         where = path.rstrip("`").lstrip(".")
         sentence = f"{where}: {sentence}" if where else sentence
         raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}") from error

@@ -13,15 +13,11 @@ from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
 from postroom._wire.message import DestinationKind
+from postroom._wire.names import MAX_NAME, SNAKE, WORD
 from postroom.delivery.errors import invalid_subject
 
-_WORD: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_DASHED: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _VERSION: Final = re.compile(r"v([1-9][0-9]{0,8})")
 _MOST_VERSION: Final = 999_999_999
-
-_WORD_RULE: Final = "snake_case: a lower-case letter, then at most 63 lower-case letters, digits or underscores"
-_DASHED_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
 
 DEFAULT_WORKSPACE: Final = "default"
 DEFAULT_VERB: Final = "run"
@@ -115,12 +111,12 @@ def dead_letter_subject(context: str, subject: str) -> str:
         case EventSubject(_, name, version) | DeadLetterSubject(_, name, version):
             pass
         case CommandSubject(_, _, agent, verb):
-            name = re.sub(r"[.-]", "_", f"{agent}_{verb}")[:64]
+            name = re.sub(r"[.-]", "_", f"{agent}_{verb}")[:MAX_NAME]
         case InboxSubject():
             name = "inbox"
         case None:
             words = reversed(subject.split("."))
-            names = (word for word in words if _are(_WORD, word) and not _VERSION.fullmatch(word))
+            names = (word for word in words if SNAKE.allows(word) and not _VERSION.fullmatch(word))
             name = next(names, "other")
     return f"{_context(context)}.dlq.{name}.v{version}"
 
@@ -145,21 +141,17 @@ def stream_name(context: str, kind: str) -> str:
 def known_subject(subject: str) -> Subject | None:
     """Take a subject apart; None for any that is not Postroom's, as of a stream of somebody else."""
     match subject.split("."):
-        case ["cmd", context, workspace, agent, *verb] if verb and _are(_DASHED, workspace, agent, *verb):
-            return CommandSubject(context, workspace, agent, ".".join(verb)) if _are(_WORD, context) else None
-        case [context, "inbox", member] if _are(_WORD, context) and _are(_DASHED, member):
+        case ["cmd", context, workspace, agent, *verb] if verb and all(map(WORD.allows, (workspace, agent, *verb))):
+            return CommandSubject(context, workspace, agent, ".".join(verb)) if SNAKE.allows(context) else None
+        case [context, "inbox", member] if SNAKE.allows(context) and WORD.allows(member):
             return InboxSubject(context, member)
-        case [context, ("event" | "dlq") as kind, name, number] if _are(_WORD, context, name):
+        case [context, ("event" | "dlq") as kind, name, number] if SNAKE.allows(context) and SNAKE.allows(name):
             version = _VERSION.fullmatch(number)
             if version is None:
                 return None
             shape = EventSubject if kind == "event" else DeadLetterSubject
             return shape(context, name, int(version[1]))
     return None
-
-
-def _are(rule: re.Pattern[str], *words: str) -> bool:
-    return all(rule.fullmatch(word) for word in words)
 
 
 def _context(text: str) -> str:
@@ -169,12 +161,12 @@ def _context(text: str) -> str:
 
 
 def _word(what: str, text: str) -> str:
-    if _WORD.fullmatch(text) is None:
-        raise invalid_subject(f"the {what} {text!r} is not {_WORD_RULE}")
+    if not SNAKE.allows(text):
+        raise invalid_subject(f"the {what} {text!r} is not snake_case: {SNAKE.words}")
     return text
 
 
 def _dashed(what: str, text: str) -> str:
-    if _DASHED.fullmatch(text) is None:
-        raise invalid_subject(f"the {what} segment {text!r} is not {_DASHED_RULE}")
+    if not WORD.allows(text):
+        raise invalid_subject(f"the {what} segment {text!r} is not {WORD.words}")
     return text

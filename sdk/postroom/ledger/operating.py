@@ -37,6 +37,7 @@ from postroom._wire.digits import (
     render,
 )
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
+from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since
 from postroom.errors import Conflict, InvalidMessage, NotFound
@@ -74,7 +75,7 @@ async def start(connection: Connection, job: Start) -> bool:
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
-        detail = f"there is no mesh {mesh!r}: a mesh's name is snake_case, of at most 64 characters"
+        detail = f"there is no mesh {mesh!r}: a mesh's name is {MESH.words}"
         raise InvalidMessage.of("invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.names import MESH, WORD
 from postroom.agent import Agent, agent_name
 from postroom.chassis.config import SECRET, load, state_home
 from postroom.chassis.exits import Exit, Fatal
@@ -63,10 +64,7 @@ class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A consumer with an HTTP handler; any number of them with the same `consumer.durable` share its work."""
 
     context: Annotated[
-        str,
-        Meta(
-            pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that consumes, and that the dead letters belong to"
-        ),
+        str, Meta(pattern=MESH.schema, description="the mesh that consumes, and that the dead letters belong to")
     ]
     database_url: Annotated[
         str | None, SECRET, Meta(description="Postgres with the inbox, postgresql://…; unset: the worker's")
@@ -99,10 +97,8 @@ class ConsumerConfig(ConsumerSection, kw_only=True, forbid_unknown_fields=True):
 class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """An agent; those of one agent on one host share its store and its work."""
 
-    tenant: Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that the agent works in")]
-    workspace: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="its workspace there")] = (
-        DEFAULT_WORKSPACE
-    )
+    tenant: Annotated[str, Meta(pattern=MESH.schema, description="the mesh that the agent works in")]
+    workspace: Annotated[str, Meta(pattern=WORD.schema, description="its workspace there")] = DEFAULT_WORKSPACE
     agent_class: Annotated[
         str | None, Meta(description="the agent, as in shop.agents:Pricing, if the command does not name one")
     ] = None
@@ -193,9 +189,7 @@ class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 class SourceSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """An application's own database, whose events the worker publishes too."""
 
-    name: Annotated[
-        str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="what the log, the metrics and the status call it")
-    ]
+    name: Annotated[str, Meta(pattern=WORD.schema, description="what the log, the metrics and the status call it")]
     database_url: Annotated[
         str,
         SECRET,

@@ -4,6 +4,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
+from postroom._wire.names import WORD
 from postroom.chassis.config import MASK, SECRET, effective, load, settings
 from postroom.chassis.exits import Exit, Fatal
 
@@ -14,7 +15,7 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True):
-    mesh: str
+    mesh: Annotated[str, msgspec.Meta(pattern=WORD.schema)]
     state: Path = Path("state")
     password: Annotated[str, SECRET] = ""
     limits: Limits = msgspec.field(default_factory=Limits)
@@ -51,6 +52,7 @@ def test_the_environment_overrides_the_file_down_to_nested_settings_and_lists(tm
         ("", "mesh"),
         ('mesh = "sea"\nmehs = 1', "`mehs`"),
         ("mesh = 3", "mesh: Expected `str`"),
+        ('mesh = "Sea"', "mesh: Expected a name: a lower-case letter"),
         ('mesh = "sea"\n[limits]\ndepth = 65', "limits.depth: Expected `int` <= 64"),
         ('mesh = "sea"\n[limits]\ndepht = 6', "limits: Object contains unknown field `depht`"),
         ('mesh = "sea"\nlimits = 3', "limits: Expected"),

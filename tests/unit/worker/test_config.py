@@ -58,6 +58,7 @@ DATABASE = 'database_url = "postgresql://here"\n'
         ("", r"database_url is not set"),
         (f'flows = ["a:b"]\n{CONSUMER}', r"database_url is not set"),
         (CONSUMER, r"consumers\[0\]\.database_url is not set, and neither is database_url"),
+        (CONSUMER.replace("demo", "cmd"), r"consumers\[0\]\.context: Expected a name: .*; not `cmd`"),
         (AGENT, r"agents\[0\]\.agent_class is not set"),
         (DATABASE + CONSUMER + CONSUMER, "two have the same consumer.durable"),
         (DATABASE + CONSUMER + "handler.timeout_seconds = 60\n", r"consumer\.ack_wait_seconds"),

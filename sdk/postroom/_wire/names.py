@@ -1,0 +1,62 @@
+"""Names, and the reasons of operators: what each may be, as a pattern and in words (docs/contract/send.md#send-102).
+
+What can be created can be written to, so the rules of administration are those of destinations. The checks of the
+tables, in SQL, are a second line.
+"""
+
+import re
+from typing import Final, Literal, NamedTuple
+
+from postroom.errors import InvalidMessage
+
+MAX_NAME: Final = 64  # characters of a name, or of a queue's segment
+
+
+class Rule(NamedTuple):
+    """What a text may be: `words` completes "… is not", and "Expected"."""
+
+    pattern: re.Pattern[str]  # of the whole text
+    words: str
+
+    def allows(self, text: str) -> bool:
+        """Tell whether `text` may be such a name."""
+        return self.pattern.fullmatch(text) is not None
+
+    @property
+    def schema(self) -> str:
+        """The pattern for msgspec and JSON Schema, which search; `$` alone would let a newline follow."""
+        return rf"^{self.pattern.pattern}$(?!\n)"
+
+
+_SNAKE: Final = "[a-z][a-z0-9_]{0,63}"
+_WORD: Final = "[a-z][a-z0-9_-]{0,63}"
+
+SNAKE: Final = Rule(re.compile(_SNAKE), "a lower-case letter, then at most 63 lower-case letters, digits or `_`")
+WORD: Final = Rule(re.compile(_WORD), "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`")
+MESH: Final = Rule(re.compile(rf"(?!cmd$){_SNAKE}"), f"{SNAKE.words}; not `cmd`")  # all commands begin with that word
+OPERATOR: Final = Rule(re.compile(rf"(?!administrator$){_WORD}"), f"{WORD.words}; not `administrator`")
+QUEUE: Final = Rule(re.compile(rf"{_WORD}(\.{_WORD}){{0,3}}"), f"one to four words joined by dots, each {WORD.words}")
+REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
+
+_WHOSE: Final = {
+    "mesh": ("a mesh's", MESH),
+    "member": ("a member's", WORD),
+    "operator": ("an operator's", OPERATOR),
+    "topic": ("a topic's", SNAKE),
+    "queue": ("a queue's", QUEUE),
+}
+
+
+def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
+    """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
+    whose, rule = _WHOSE[kind]
+    if not rule.allows(name):
+        raise InvalidMessage.of("invalid_name", f"{name!r} is not {whose} name: {rule.words}", field=kind)
+    return name
+
+
+def in_words(sentence: str) -> str:
+    """State the rule in words where msgspec's `sentence` shows its pattern."""
+    for what, rule in (*(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE)), ("", REASON)):
+        sentence = sentence.replace(f"`str` matching regex {rule.schema!r}", what + rule.words)
+    return sentence
