@@ -13,12 +13,11 @@ from msgspec import Meta
 
 from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
-from postroom.chassis.config import SECRET, load
+from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
 PREFIX: Final = "POSTROOM_BROKER_"
-MAX_DAYS: Final = 36_500  # a hundred years; what lies further ahead is no time that Postgres has
 
 
 class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +34,9 @@ class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     breaker_failures: Annotated[
         int, Meta(ge=1, description="consecutive failures after which Redis is not asked for a while")
     ] = 3
-    breaker_seconds: Annotated[float, Meta(gt=0, description="how long Redis is not asked then, in seconds")] = 2.0
+    breaker_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="how long Redis is not asked then, in seconds")
+    ] = 2.0
 
 
 class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,9 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 30
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
-    sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0
+    sweep_interval_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="pause between sweeps, in seconds")
+    ] = 60.0
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one step of a sweep")] = 500
 
 
@@ -111,12 +114,18 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_connections: Annotated[
         int, Meta(ge=1, description="open connections; always kept below the limit on file descriptors")
     ] = 4096
-    header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in seconds")] = 10.0
-    body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in seconds")] = (
-        30.0
-    )
-    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may stay unread, in seconds")] = 30.0
-    idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in seconds")] = 75.0
+    header_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="how long a request's head may take, in seconds")
+    ] = 10.0
+    body_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="how long a client may take to send a body, in seconds")
+    ] = 30.0
+    stall_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="how long an answer may stay unread, in seconds")
+    ] = 30.0
+    idle_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="how long a connection may idle, in seconds")
+    ] = 75.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
     ] = "info"

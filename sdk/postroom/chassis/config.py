@@ -21,6 +21,9 @@ from postroom.chassis.exits import Exit, Fatal
 
 C = TypeVar("C", bound=msgspec.Struct)
 
+MAX_DAYS: Final = 36_500  # a hundred years: what is further away is no time for Postgres, NATS or Python
+MAX_SECONDS: Final = MAX_DAYS * 86_400
+
 ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
 
 SECRET: Final = msgspec.Meta(extra={"secret": True})

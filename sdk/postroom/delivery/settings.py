@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom._wire.retry import STEADY, Backoff
-from postroom.chassis.config import SECRET, ConnectSeconds
+from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, ConnectSeconds
 from postroom.chassis.exits import Exit, Fatal
 
 DAY: Final = 86_400.0  # seconds
@@ -25,7 +25,11 @@ AnswerSeconds = Annotated[
 ]
 AckWaitSeconds = Annotated[
     float,
-    Meta(ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"),
+    Meta(
+        ge=0.1,
+        le=MAX_SECONDS,
+        description="time without an acknowledgement after which a message is delivered again, in seconds",
+    ),
 ]
 MaxDeliver = Annotated[
     int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
@@ -33,7 +37,8 @@ MaxDeliver = Annotated[
 MaxAckPending = Annotated[int, Meta(ge=1, description="most messages that this process has claimed")]
 CallsAtOnce = Annotated[int, Meta(ge=1, le=1000, description="most calls at once")]
 HorizonDays = Annotated[
-    float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
+    float,
+    Meta(gt=0, le=MAX_DAYS, description="age up to which a message that a stream lost is published again, in days"),
 ]
 
 
@@ -68,7 +73,7 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         Meta(description="keep until a limit, until one consumer has acknowledged it, or while a consumer needs it"),
     ] = "limits"
     max_age_seconds: Annotated[
-        float, Meta(ge=0, description="age at which a message is deleted, in seconds; 0: never")
+        float, Meta(ge=0, le=MAX_SECONDS, description="age at which a message is deleted, in seconds; 0: never")
     ] = 0
     max_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -77,7 +82,10 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     storage: Annotated[Literal["file"], Meta(description="where it is kept: always in files")] = "file"
     replicas: Annotated[int, Meta(ge=1, le=5, description="number of servers of a cluster that keep a copy")] = 1
     duplicate_window_seconds: Annotated[
-        float, Meta(gt=0, description="how long a second publish of the same message id is dropped, in seconds")
+        float,
+        Meta(
+            gt=0, le=MAX_SECONDS, description="how long a second publish of the same message id is dropped, in seconds"
+        ),
     ] = 120
 
 
@@ -85,7 +93,8 @@ class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
 
     max_age_seconds: Annotated[
-        Annotated[float, Meta(ge=0)] | None, Meta(description="age at which a message is deleted, in seconds; 0: never")
+        Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None,
+        Meta(description="age at which a message is deleted, in seconds; 0: never"),
     ] = None
     max_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest messages are deleted, in bytes")
@@ -99,7 +108,7 @@ class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="number of servers of a cluster that keep a copy")
     ] = None
     duplicate_window_seconds: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
+        Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None,
         Meta(description="how long a second publish of the same message id is dropped, in seconds"),
     ] = None
     events: KindDefaults = msgspec.field(default_factory=KindDefaults)
@@ -126,7 +135,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         float, Meta(gt=0, le=10, description="how long JetStream may take to acknowledge a batch, in seconds")
     ] = 5
     first_seconds: Annotated[
-        float, Meta(gt=0, description="longest wait after an event's first failure, in seconds")
+        float, Meta(gt=0, le=MAX_SECONDS, description="longest wait after an event's first failure, in seconds")
     ] = 0.5
     most_seconds: Annotated[
         float, Meta(gt=0, le=DAY, description="longest wait that further failures double it to, in seconds")
@@ -140,7 +149,7 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")
     ] = 10
     horizon_days: HorizonDays = 7
-    keep_days: Annotated[float, Meta(gt=0, description="how long published events are kept, in days")] = 30
+    keep_days: Annotated[float, Meta(gt=0, le=MAX_DAYS, description="how long published events are kept, in days")] = 30
 
     @property
     def horizon(self) -> timedelta:
@@ -151,7 +160,9 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """How long a message waits for its next delivery: `first`, times `factor` with each further one, up to `most`."""
 
-    first_seconds: Annotated[float, Meta(gt=0, description="wait after the first attempt, in seconds")] = 1
+    first_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="wait after the first attempt, in seconds")
+    ] = 1
     factor: Annotated[float, Meta(ge=1, le=100, description="factor of each further wait")] = 2
     most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
 
@@ -222,12 +233,23 @@ class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
 
     keep_days: Annotated[
         float,
-        Meta(gt=0, description="least time that handled messages are remembered, in days; longer than `horizon_days`"),
+        Meta(
+            gt=0,
+            le=MAX_DAYS,
+            description="least time that handled messages are remembered, in days; longer than `horizon_days`",
+        ),
     ] = 30
     horizon_days: Annotated[
-        float, Meta(gt=0, description="age up to which workers publish a message again (their `record.horizon_days`)")
+        float,
+        Meta(
+            gt=0,
+            le=MAX_DAYS,
+            description="age up to which workers publish a message again (their `record.horizon_days`)",
+        ),
     ] = 7
-    sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 600
+    sweep_interval_seconds: Annotated[
+        float, Meta(gt=0, le=MAX_SECONDS, description="pause between sweeps, in seconds")
+    ] = 600
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one slice of a sweep")] = 500
 
 
@@ -297,7 +319,8 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     """The limits of one agent."""
 
     receive_seconds: Annotated[
-        float, Meta(gt=0, description="longest time that `receive` may take for one message, in seconds")
+        float,
+        Meta(gt=0, le=MAX_SECONDS, description="longest time that `receive` may take for one message, in seconds"),
     ] = 60
     group_messages: Annotated[
         int, Meta(ge=1, le=10_000, description="most messages that share a transaction of the event store")
@@ -320,6 +343,7 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
         float,
         Meta(
             gt=0,
+            le=MAX_DAYS,
             description="how long the store records where a message was published, in days; at least `horizon_days`",
         ),
     ] = 30

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from postroom._wire.names import MESH, WORD
 from postroom.agent import Agent, agent_name
-from postroom.chassis.config import SECRET, load, state_home
+from postroom.chassis.config import MAX_DAYS, SECRET, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
     AckWaitSeconds,
@@ -167,6 +167,7 @@ class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             gt=0,
+            le=MAX_DAYS,
             description="how long completed and cancelled jobs of this database are kept, also "
             "those of other flows, in days",
         ),
@@ -182,7 +183,11 @@ class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
     keep_days: Annotated[
         float,
-        Meta(gt=0, description="how long finished keys of `postroom.once` are kept in this database, in days"),
+        Meta(
+            gt=0,
+            le=MAX_DAYS,
+            description="how long finished keys of `postroom.once` are kept in this database, in days",
+        ),
     ] = KEEP_DAYS
 
 

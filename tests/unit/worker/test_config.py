@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from broker.config import BrokerConfig
 from postroom.chassis.config import MASK, effective, settings
 from postroom.chassis.exits import Exit, Fatal
-from postroom.worker.config import WorkerConfig, load_config
+from postroom.worker.config import AgentConfig, ConsumerConfig, WorkerConfig, load_config
 
 ENVIRON = {"POSTROOM_DATABASE_URL": "postgresql://user:secret@host/db", "POSTROOM_NATS_URL": "nats://user:secret@host"}
 
 
 def test_every_setting_says_what_it_does() -> None:
     assert [setting.path for setting in settings(WorkerConfig) if not setting.description] == []
+
+
+TIMES = {
+    f"{config.__name__}.{'.'.join(setting.path)}": (config, setting.path)
+    for config in (WorkerConfig, ConsumerConfig, AgentConfig, BrokerConfig)
+    for setting in settings(config)
+    if setting.path[-1].endswith(("_days", "_seconds"))
+}
+
+
+@pytest.mark.parametrize(("config", "path"), TIMES.values(), ids=TIMES)
+def test_no_time_is_longer_than_can_be_reckoned_with(config: type[msgspec.Struct], path: tuple[str, ...]) -> None:
+    tree: Any = 10**12
+    for name in reversed(path):
+        tree = {name: tree}
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `\w+` <= \d+"):
+        msgspec.convert(tree, config)
 
 
 def test_a_worker_needs_only_its_two_servers_by_the_variables_that_every_verb_reads() -> None:
