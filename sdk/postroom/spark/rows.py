@@ -37,7 +37,7 @@ from pyspark.sql.types import (
 )
 
 from postroom._wire.ids import MAX_ID_LENGTH
-from postroom._wire.message import SendRequest
+from postroom._wire.message import SendRequest, refuse_duplicate_keys
 from postroom.errors import InvalidMessage
 from postroom.spark.options import WritePlan
 
@@ -194,11 +194,15 @@ class RowReader:
         return iter(msgspec.to_builtins(columns.json(name)))
 
     def _meta(self, key: tuple[str, ...], text: str | None) -> dict[str, Any] | None:
+        if text is None:
+            return None
         try:
-            return msgspec.json.decode(text, type=dict[str, Any]) if text is not None else None
-        except msgspec.DecodeError as error:
+            meta: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+            refuse_duplicate_keys(text.encode())
+        except (msgspec.DecodeError, RecursionError, InvalidMessage) as error:
             row = key_text(self._plan, key)
             raise _unusable(f"`{self._plan.meta}` of the row {row} is not a JSON object: {error}") from error
+        return meta
 
 
 class _Columns:

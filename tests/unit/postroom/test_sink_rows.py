@@ -131,6 +131,12 @@ def test_rows_that_cannot_be_sent_are_handed_over_and_the_others_are_not_held_up
         ([{"n": 1, "to": "topic:a"}, {"n": 2}], {"to_column": "to"}, "the row n=2 has no destination"),
         ([{"n": 1, "text": "[]"}], {"meta": "text"}, "`text` of the row n=1 is not a JSON object"),
         ([{"n": 1, "text": "{"}], {"meta": "text"}, "`text` of the row n=1 is not a JSON object"),
+        ([{"n": 1, "text": '{"a":' * 10**5}], {"meta": "text"}, "`text` of the row n=1 is not a JSON object"),
+        (
+            [{"n": 1, "text": '{"a":{"b":1,"b":2}}'}],
+            {"meta": "text"},
+            "the row n=1 is not .*: the key 'b' is given twice",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_sent_is_named(rows: list[dict[str, Any]], options: dict[str, str], sentence: str) -> None:
