@@ -17,7 +17,7 @@ import typer
 from cli import completion
 from cli.connect import with_broker, with_daemon
 from cli.files import file_errors
-from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, named, noun, with_mesh, with_options
+from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh, with_options
 from cli.output import confirm, json_line, line, listing, note
 from postroom._wire.administration import OperatorRole
 
@@ -55,7 +55,9 @@ Subscriber = Annotated[
 WebhookTopic = Annotated[str, _name("topic", "The topic, in snake_case.", "TOPIC")]
 TokenOut = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the token to this new file, mode 0600 [default: show it once]."),
+    typer.Option(
+        metavar="FILE", help="Write the token to this new file, mode 0600 [default: show it once].", callback=file_name
+    ),
 ]
 
 

@@ -30,10 +30,8 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
 def new_file(file: Path) -> Iterator[BinaryIO]:
     """Open a file (0600) that has its name once the block has ended, on disk and whole; else there is none.
 
-    Raises `Fatal` where the name is taken: nothing is ever overwritten; or is `-`, since a pipe has what was written.
+    Raises `Fatal` where the name is taken: nothing is ever overwritten.
     """
-    if str(file) == "-":
-        raise Fatal(Exit.USAGE, "- is standard output elsewhere, and not the name of a file: pass that of a new one")
     taken = Fatal(Exit.IO_ERROR, f"cannot write {file}: it exists; choose another name")
     with file_errors("write", file, Exit.IO_ERROR):
         if os.path.lexists(file):

@@ -118,6 +118,13 @@ def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Call
     return check
 
 
+def file_name(file: Path | None) -> Path | None:
+    """Check an argument that names a file to write."""
+    if file is not None and str(file) == "-":
+        raise typer.BadParameter("- is standard output elsewhere, and not the name of a file: name one")
+    return file
+
+
 Socket = Annotated[
     Path | None,
     typer.Option(

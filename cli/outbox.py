@@ -31,6 +31,7 @@ from cli.noun import (
     age,
     choice,
     chosen_ids,
+    file_name,
     named,
     noun,
     with_options,
@@ -283,7 +284,10 @@ def resend(
 def export(
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A new file [default: standard output].")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="A new file [default: standard output].", callback=file_name
+        ),
     ] = None,
     filters: Filters,
     socket: Socket = None,
@@ -312,7 +316,9 @@ def export(
 @app.command()
 def backup(
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read (0600).")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read (0600).", callback=file_name)
+    ],
     reason: Reason = None,
     as_json: Json = False,
     socket: Socket = None,

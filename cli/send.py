@@ -20,7 +20,7 @@ from cli import completion
 from cli.connect import with_daemon
 from cli.files import file_errors, open_source, read_plain_file, size_of
 from cli.message import PRIORITIES, body_of, send_one
-from cli.noun import Json, Socket, duration, named, noun, time_of
+from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
 from cli.output import json_line, line, note, progress
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
@@ -77,7 +77,10 @@ def send(
         float | None, typer.Option(parser=duration, metavar="DURATION", help="How long to --wait [default: 60s].")
     ] = None,
     errors: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write failed lines there as JSON [default: standard error].")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write failed lines there as JSON [default: standard error].", callback=file_name
+        ),
     ] = None,
     as_json: Json = False,
     socket: Socket = None,

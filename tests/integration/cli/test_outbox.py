@@ -178,9 +178,19 @@ def test_a_backup_is_a_whole_file_for_its_owner_alone_and_never_overwrites(sent:
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("verb", [("backup", "-", *WHY), ("export", "--output", "-")], ids=lambda verb: verb[0])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("outbox", "backup", "-", *WHY),
+        ("outbox", "export", "--output", "-"),
+        ("send", "dm:bob", "-", "--errors", "-"),
+        ("member", "create", "zoe", "--token-out", "-"),
+        ("operator", "rotate-token", "zoe", "--yes", "--token-out", "-"),
+    ],
+    ids=" ".join,
+)
 def test_a_dash_is_not_the_name_of_a_file(sent: Terminal, verb: tuple[str, ...]) -> None:
-    refused = sent.run("outbox", *verb)
+    refused = sent.run(*verb)
     assert refused.code == 2
     assert "not the name of a file" in refused.sentence()
     assert not Path("-").exists()
