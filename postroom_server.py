@@ -4,8 +4,6 @@ It may be typed anywhere, also where `PYTHONPATH` names a directory with a `cli/
 forgets such directories before it imports anything of ours: what runs a user's code is another process.
 """
 
-from __future__ import annotations
-
 import os
 import site
 import sys

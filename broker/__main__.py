@@ -3,8 +3,6 @@
 Each thing that it can be asked for is one call that returns an exit code.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Coroutine, Mapping

@@ -3,8 +3,6 @@
 Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple

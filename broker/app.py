@@ -1,7 +1,5 @@
 """The broker's API: one table of routes, and the application built from it (docs/contract/accept.md#accept-1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version

@@ -9,8 +9,6 @@ Whoever guesses at tokens holds nobody up: look-ups that wait share one query on
 and of the refusals only so many leave a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """The broker's config: one TOML file; `POSTROOM_BROKER_<KEY>` overrides a key (docs/contract/operate.md#operate-19)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from datetime import timedelta

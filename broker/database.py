@@ -6,8 +6,6 @@ nested loops, so these are off there. Readers look rows up by key and need them;
 their connections. Tokens are looked up on one that is for nothing else, so that no guesses at them hold up the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -4,8 +4,6 @@ What consumers, webhooks and jobs buried is in the record, in Postgres. What age
 is in streams alone, and a replay is published: that needs NATS. Where there is none, the record alone is shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final

@@ -18,8 +18,6 @@ see is a batch that waits in another instance for its turn, or in a proxy; that 
 instance notices that nobody waits for the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from datetime import UTC, datetime

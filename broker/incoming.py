@@ -5,8 +5,6 @@ begins and ends, `read_item` takes only its id and fingerprint, and `check` deco
 Each of them does one message after the other, so that others get their turn between two of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Jobs: who may `repair` starts, sees, retries and cancels them (docs/contract/jobs.md#jobs-30)."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID, uuid4

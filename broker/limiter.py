@@ -7,8 +7,6 @@ names no Redis the local window decides alone. Redis may lose everything at any 
 no accepted message is affected, since B0 comes first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """The broker's metrics, in one registry, as `postroom_broker_<what>_<unit>` (docs/contract/operate.md#operate-31)."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

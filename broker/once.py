@@ -3,8 +3,6 @@
 A registry in a database or a file of a program's own has no server: `postroom once --registry` opens it.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final

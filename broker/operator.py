@@ -7,8 +7,6 @@ The log has one writer (docs/contract/operate.md#operate-37). Who it was is what
 the transaction of its change: what cannot be logged is not done.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar

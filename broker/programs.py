@@ -3,8 +3,6 @@
 The rules are docs/contract/operate.md#operate-60 and #operate-71.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, Final

@@ -3,8 +3,6 @@
 The rules are docs/contract/delivery.md#delivery-24, #delivery-27 and #delivery-87. A worker does the publishing.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """Bodies of requests: limits first, then their schema (docs/contract/operate.md#operate-36)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -6,8 +6,6 @@ sweep that is killed leaves no orphan. After each step it rests four times as lo
 steps take longer, it takes no more than a fifth of the time of one connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from datetime import timedelta

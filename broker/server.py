@@ -1,7 +1,5 @@
 """The broker as a process: config → Postgres, Redis, limiter → HTTP → wait → stop in the opposite order."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

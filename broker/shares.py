@@ -5,8 +5,6 @@ holds a quarter of all there is at most, and a member a quarter of that, so that
 What holds nothing may always have one thing, however large, once there is room for it at all.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable

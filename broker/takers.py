@@ -3,8 +3,6 @@
 What they say is added to a story while that is put together (docs/contract/operate.md#operate-51).
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterable

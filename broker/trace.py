@@ -9,8 +9,6 @@ rows of its mesh that died, where and why. What consumers and jobs made of messa
 it is for an admin of the mesh.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta

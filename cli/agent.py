@@ -1,7 +1,5 @@
 """`postroom agent …`: run an agent, look at what its event store holds, publish it again by hand."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Annotated, NamedTuple

@@ -6,8 +6,6 @@ where it is not (`postroom outbox list`). At its top it imports Typer and the st
 imported inside the function that needs it.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

@@ -5,8 +5,6 @@ here repairs anything by itself: what is not a command of `postroom` or of Postg
 looks and counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Files that a command line names: how they are opened and read, and what is said of one that cannot be."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,7 +1,5 @@
 """`postroom log`: what operators did, at the broker and at the daemon (docs/contract/operate.md#operate-37)."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from datetime import datetime

@@ -3,8 +3,6 @@
 The exit codes are `chassis.exits.Exit`; beside them 130 says that the user pressed Ctrl-C.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

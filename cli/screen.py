@@ -3,8 +3,6 @@
 On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; in a pipe it is plain and whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

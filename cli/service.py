@@ -4,8 +4,6 @@ The units come with the program, below `<prefix>/share/postroom/systemd`, and na
 is written names the program that writes it. Nothing is started: that needs a config first.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -3,8 +3,6 @@
 The rules are docs/contract/operate.md#operate-61.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

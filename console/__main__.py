@@ -1,7 +1,5 @@
 """`python -m console --config FILE`: config → sessions → HTTP → wait → stop in the opposite order."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -3,8 +3,6 @@
 The rule is docs/contract/operate.md#operate-72.
 """
 
-from __future__ import annotations
-
 import re
 from http import HTTPStatus
 from typing import Final

@@ -3,8 +3,6 @@
 The rule is docs/contract/operate.md#operate-19.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address

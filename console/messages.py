@@ -1,7 +1,5 @@
 """Messages: finding one, and its story from the row on a disk to what it caused."""
 
-from __future__ import annotations
-
 import base64
 from datetime import UTC, datetime
 from typing import Final

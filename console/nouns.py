@@ -1,7 +1,5 @@
 """The pages of what operators see: dead letters, what is published and read, jobs, programs, and the one log."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Rates follow from what programs have counted between two of their reports: there
 plots of the last hour follow from what the reports of each minute have added up to.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -4,8 +4,6 @@ A repair is about the things that its dry run has found, and about no others: wh
 belongs to the session that began it, and is forgotten with it; what was done is in the broker's log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping

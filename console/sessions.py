@@ -5,8 +5,6 @@ session ends by logging out, with time, when the broker refuses its token, and w
 (docs/contract/operate.md#operate-72).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -8,8 +8,6 @@ pure Python once, compiled ones for the Python of each Debian in `PYTHONS`. One 
 them, and goes on working when Debian is upgraded. Every time is `$SOURCE_DATE_EPOCH`.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

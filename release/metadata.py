@@ -5,8 +5,6 @@ is one: then links and pictures become absolute. Otherwise pictures are left out
 the source distribution.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Then the other end: a handler, an agent that answers, a message that nobody can read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The demo's last act: count in both databases what the callers were told, and hold the numbers against each other."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

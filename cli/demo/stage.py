@@ -1,7 +1,5 @@
 """What the demo plays on: how it looks, its own handler, and a stack with a consumer that calls it and an agent."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

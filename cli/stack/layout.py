@@ -1,7 +1,5 @@
 """Where a stack keeps its files: everything below one state directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

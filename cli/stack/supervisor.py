@@ -4,8 +4,6 @@ Every process ends with the supervisor, `kill -9` included (`embedded.tether`). 
 one that keeps ending is started ever later, at most after a minute, and the others stay up meanwhile.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -14,8 +14,6 @@ message whose `receive` raised is delivered again, and dead-lettered in the end;
 again.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The token of a member, or of an operator of one mesh, implies that mesh, which m
 do who administers, a member with the role `admin` may do within its own mesh.
 """
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ connection, 429, 503, 507) can't become a second message: the daemon's outbox ro
 a no-op (docs/contract/send.md#send-37).
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime

@@ -5,8 +5,6 @@ A member's token implies its mesh: `mesh` may then be left out of a query, and n
 Times are UTC. A `broker_message_id` is a ULID written as a UUID: the same text in Postgres, HTTP and JetStream.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Literal
 

@@ -9,8 +9,6 @@ the other, so that a million lines never lie in memory. What a broken connection
 out first. An ordinary iterable may block, so a thread walks it, and the event loop goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

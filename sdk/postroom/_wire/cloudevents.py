@@ -6,8 +6,6 @@ which wants CloudEvents gets the very event. `source` and `id` name an event, an
 twice is one message.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

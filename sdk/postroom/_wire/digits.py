@@ -9,8 +9,6 @@
 Every function here is pure: what moves the digits is the database (`postroom.ledger`). A ledger only grows.
 """
 
-from __future__ import annotations
-
 from typing import Final, Literal, NamedTuple
 
 from postroom.errors import InvalidMessage

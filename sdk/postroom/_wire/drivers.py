@@ -4,8 +4,6 @@ A driver is known by what its connections offer, so that none is imported that t
 coroutine; with a connection that is not asynchronous it never waits for a loop (`sockets.run_to_end`).
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 The rest is that of every noun (`_wire/nouns.py`). A job is started by names alone: who asks needs no code of the flow.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID

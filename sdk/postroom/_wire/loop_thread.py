@@ -4,8 +4,6 @@ Ctrl-C may come between any two instructions of the thread that waits. So that t
 and what it leaves running is ended on the loop, by whoever closes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

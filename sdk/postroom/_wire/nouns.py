@@ -11,8 +11,6 @@ that its filter matches, by ids or by what they are; with `dry_run` it only says
 which is kept with who did it, as the token says, in the one log (docs/contract/operate.md#operate-37).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType

@@ -3,8 +3,6 @@
 The rule is docs/contract/delivery.md#delivery-75. It is for operators of every mesh: a key's tenant need not be a mesh.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 

@@ -15,8 +15,6 @@ A requeue or an abort of a row that the broker did not answer for asks the broke
 has the message, and 409 `outcome_unknown` where it cannot be asked, which `force` overrides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Final, Literal, NamedTuple

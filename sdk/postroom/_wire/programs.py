@@ -4,8 +4,6 @@ The rules are docs/contract/operate.md#operate-60 and #operate-71. What is wrong
 whoever shows it.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from datetime import datetime

@@ -4,8 +4,6 @@ The same as `connections.py`, in threads: what it promises and fails with is sai
 function so that one transport serves both, but it never waits for a loop.
 """
 
-from __future__ import annotations
-
 import math
 import select
 import socket

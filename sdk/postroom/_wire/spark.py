@@ -5,8 +5,6 @@ of a message's fingerprint, so a row that another task sends again is the same m
 row first.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final, Literal, NamedTuple, Self
 from uuid import UUID, uuid5

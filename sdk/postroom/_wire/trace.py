@@ -6,8 +6,6 @@
 Each answers for what it keeps; `follow_trace` asks both and puts the parts together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal

@@ -3,8 +3,6 @@
 The rules begin at docs/contract/delivery.md#delivery-24. Operators of every mesh see and change it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final

@@ -1,7 +1,5 @@
 """Counts and times as people read them, on a terminal, a page and in a log alike."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -12,8 +12,6 @@ A key is free where it is new or waits, and where its lease has run out. Each cl
 the clock of the store that keeps it; its holder counts from before it asked, so that it lets go first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

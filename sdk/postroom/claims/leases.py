@@ -4,8 +4,6 @@ Whoever holds a claim must not go on once another may have it. So a block ends a
 own clock, also when the store can't be reached, and at once when the store says that the lease is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """Claims in Postgres: one statement for however many, on any table that has them (postgres.sql)."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias

@@ -1,7 +1,5 @@
 """Claims in SQLite, in transactions of their caller's (sqlite.sql); needs the standard library alone."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ NATS knows what waits, what is in hand and who paused it; the record in Postgres
 unreachable.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta

@@ -10,8 +10,6 @@ does not have (its flow is older, or a name changed) are acknowledged and kept, 
 waits, visibly (`ledger.operating`); a worker that has the activity brings them back, each as the message that it was.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence

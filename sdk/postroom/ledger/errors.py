@@ -4,8 +4,6 @@ A fault changes nothing in the ledgers (but a replayed leg 1 is counted). Every 
 (docs/contract/jobs.md#jobs-24): at once, after another delivery, or when its activity was failed.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import ClassVar, Self
 

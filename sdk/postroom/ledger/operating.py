@@ -12,8 +12,6 @@ stay: a scheduler that starts an old job again is told that it was started befor
 gone is acknowledged, as for any that there is not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

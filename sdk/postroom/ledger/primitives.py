@@ -8,8 +8,6 @@ nothing; in a transaction, the caller rolls back what it wrote for the step.
 An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from datetime import timedelta

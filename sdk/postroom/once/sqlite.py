@@ -5,8 +5,6 @@ The standard library's `sqlite3` on a thread of its own is all it needs, and so 
 rollback journal, since several processes write (see sql/sqlite.sql).
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time

@@ -12,8 +12,6 @@ At the end, and at each `restart`, the state is built again from the store alone
 to be pure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence

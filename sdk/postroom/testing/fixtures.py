@@ -12,8 +12,6 @@ It is what `postroom up` runs: Postgres, Redis, NATS, broker, worker and daemon,
 when pytest is, killed or not. The topmost `conftest.py` has to name it, so that no other project's tests load it.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

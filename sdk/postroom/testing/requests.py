@@ -6,8 +6,6 @@
 What a program sent comes as its handler would get it: `handler_request(post.sent[0])`.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """An agent: NATS, event store and consumers, as its section says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """A consumer with an HTTP handler: connections, inbox, calls and sweep, as its section says."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ activity_retried                leg 2, in its body the activity and the message 
 any event that names a request  leg 2: in `X-Causation-Id`, or in its body as `answers`, the request's message id
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ What an agent's effects become are messages whose ids, times and spans follow fr
 second run of the same message at the same agent derives the same ids, so that a second publish is the same message.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, Final, NamedTuple
 

@@ -5,8 +5,6 @@ The body of a message is its payload; everything else of the envelope travels in
 from chance, so that the same message gives the same envelope at every delivery.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

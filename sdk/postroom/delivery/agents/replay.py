@@ -10,8 +10,6 @@ name of its durable consumer: `postroom.story.<mesh>.<durable>`, with an id as t
 nothing for an id that it does not know.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Callable, Iterable

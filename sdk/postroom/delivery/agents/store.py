@@ -12,8 +12,6 @@ so it depends on every byte of every record and on their order, and on nothing e
 at which anything ran (docs/contract/delivery.md#delivery-60).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import sqlite3

@@ -9,8 +9,6 @@ messages with it that it merely had in hand; only the one that was running may h
 next turn finds it there and counts the attempt. The file is not synced: it has to survive the process, not the power.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -6,8 +6,6 @@ nothing else of the database (docs/contract/delivery.md#delivery-90). What an op
 as a broker does in its own database, without a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple

@@ -7,8 +7,6 @@ is published, and published again where its stream lost it, as events are. A dae
 cannot read is in the stream alone, where operators look for such letters.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime

@@ -13,8 +13,6 @@ acknowledged settled, in one transaction. Killed in between, it has settled none
 again under the same ids.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

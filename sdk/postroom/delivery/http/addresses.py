@@ -6,8 +6,6 @@ very address that is connected to counts. A name that has another address by the
 so is whatever way of writing an address a URL may know.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import socket

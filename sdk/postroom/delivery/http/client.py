@@ -15,8 +15,6 @@ docs/contract/delivery.md#delivery-35:
 After the last attempt what would be waiting is dead too, with the reason `max_deliver`.
 """
 
-from __future__ import annotations
-
 import errno
 import ssl
 import stat

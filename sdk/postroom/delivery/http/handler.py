@@ -20,8 +20,6 @@ other that it had in hand. A call for which no connection came about is not an a
 pause until somebody can be reached.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

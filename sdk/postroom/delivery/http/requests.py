@@ -3,8 +3,6 @@
 A message that can make no request is `Malformed`: it goes to the dead letters, since no handler could ever see it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple

@@ -5,8 +5,6 @@ so the last one does it for all; what a killed worker left behind, the next to s
 too.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from datetime import datetime
