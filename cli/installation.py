@@ -22,10 +22,20 @@ from cli.connect import read_token
 from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, Unavailable
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
-from postroom._wire.jobs import JOBS, JobCounts
-from postroom._wire.programs import MINUTES, PROGRAMS, Minute, MinutesQuery, Program, ProgramsQuery, Trouble
+from postroom._wire.jobs import JOBS
+from postroom._wire.programs import (
+    MINUTES,
+    PROGRAMS,
+    Minute,
+    MinutesQuery,
+    Program,
+    ProgramsQuery,
+    Trouble,
+    troubles_of,
+    worst_first,
+)
 from postroom._wire.transport import find_socket
-from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable, SourceBacklog
+from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 
@@ -117,10 +127,7 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     told, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight, hour=hour))
     if told is not None:
         sight.programs = _with_daemon(sight.programs, told)
-    for program in sight.programs:
-        sight.troubles += program.troubles()
-    order = ("down", "wrong", "look")
-    sight.troubles.sort(key=lambda trouble: order.index(trouble.level))
+    sight.troubles = worst_first([*sight.troubles, *troubles_of(sight.programs)])
     return sight
 
 
@@ -336,34 +343,19 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
     if consumers is not None:
         sight.consumers = consumers.consumers
         sight.unseen += [] if consumers.unread is None else [consumers.unread.detail]
-        sight.troubles += [trouble for one in consumers.consumers for trouble in one.troubles()]
+        sight.troubles += troubles_of(consumers.consumers)
     if sources is not None:
-        sight.troubles += _of_publishing(sources.sources, reports=any(one.kind == "worker" for one in sight.programs))
+        sight.troubles += troubles_of(sources.sources)
+        sight.troubles += _of_workers(sight.programs, sum(one.count for one in sources.sources))
     if letters is not None:
         sight.letters = letters.letters
         sight.troubles += letters.troubles()
     if jobs is not None:
-        sight.troubles += _of_jobs(jobs)
+        sight.troubles += jobs.troubles()
 
 
-def _of_jobs(counts: JobCounts) -> Iterator[Trouble]:
-    """Yield what is wrong with jobs."""
-    for count, thing, what in ((counts.failed, "job", "failed"), (counts.unknown, "step", "that no worker knows")):
-        if count:
-            yield Trouble("jobs", f"{counted(count, thing)} {what}", "postroom jobs list", "look")
-
-
-def _of_publishing(sources: list[SourceBacklog], *, reports: bool) -> Iterator[Trouble]:
-    """Yield what is wrong with publishing, of which a worker `reports` or none does."""
-    waiting = sum(one.count for one in sources)
-    if not reports:
+def _of_workers(programs: list[Program], waiting: int) -> Iterator[Trouble]:
+    """Yield that no worker reports, which would publish the messages that wait for it."""
+    if not any(one.kind == "worker" for one in programs):
         lack = f"no worker reports, and {counted(waiting, 'message')} to be published"
         yield Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")
-    for one in sources:
-        if one.failing:
-            yield Trouble(
-                "publishing",
-                f"{one.source} that JetStream refuses: {one.failing:,}",
-                "postroom worker backlog",
-                "wrong",
-            )

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from cli.installation import Place, Sight, look
 from cli.output import ago, fold_command, folded, json_line, printable
-from postroom._wire.programs import Program
+from postroom._wire.programs import Program, in_words
 from postroom._wire.unpublished import Durable
-from postroom._wire.words import counted, span
+from postroom._wire.words import counted
 
 _COLOURS: Final = {"down": "1;31", "wrong": "31", "look": "33", "well": "32", "head": "1", "help": "36"}
 _ROWS: Final = 10  # of a table on a terminal
@@ -94,19 +94,15 @@ class Screen:
         minutes, pasts = sight.minutes, [one.past for one in sight.consumers if one.past]
         if minutes:
             yield self._styled(f"{minutes[0].at:%H:%MZ} to {minutes[-1].at:%H:%MZ}, a column for each minute", "head")
-            for label, counts in (
-                ("accepted", [one.accepted for one in minutes]),
-                ("handled", [one.handled for one in minutes]),
-                ("dead-lettered", [one.dead_lettered for one in minutes]),
-            ):
-                said = f"{sum(counts):,}, at most {max(counts):,} in a minute" if any(counts) else "none"
-                yield from self._bars(f"{label}: {said}", counts)
+            said = in_words(minutes)
+            for name in ("accepted", "handled", "dead_lettered"):
+                caption = f"{name.replace('_', '-')}: {said[name]}"
+                yield from self._bars(caption, [getattr(one, name) for one in minutes])
             waiting = [sum(each) for each in zip(*pasts, strict=True)] or [0]
             yield from self._bars(f"waiting for consumers: {waiting[-1]:,} now, at most {max(waiting):,}", waiting)
-            for label, taken in (("p50", [one.p50 for one in minutes]), ("p99", [one.p99 for one in minutes])):
-                known = [seconds for seconds in taken if seconds is not None]
-                said = f"{span(known[-1])}, at most {span(max(known))}" if known else "nothing was handled"
-                yield from self._bars(f"until handled, {label}: {said}", [seconds or 0 for seconds in taken])
+            for name in ("p50", "p99"):
+                caption = f"until handled, {name}: {said[name]}"
+                yield from self._bars(caption, [getattr(one, name) or 0 for one in minutes])
             yield ""
         yield from self.troubles(sight)
         for one in sight.unseen:

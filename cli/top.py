@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Final
@@ -23,7 +23,7 @@ from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import line
 from cli.screen import Screen, show_status
 from cli.up import State
-from postroom._wire.programs import Program
+from postroom._wire.programs import Rates
 
 app = noun()
 statuses = noun()
@@ -105,44 +105,6 @@ def top(
                 if view == "h" != before:  # whoever does not see the hour does not ask for it
                     sight = asyncio.run(look(place, hour=True))
                     rates.see(sight.programs)
-
-
-class Rates:
-    """How quickly what programs count grows, a second, by the last two reports of each."""
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[object, ...], Program] = {}
-        self._rates: dict[tuple[object, ...], dict[str, float]] = {}
-
-    def see(self, programs: Iterable[Program]) -> None:
-        """Take in what programs say now; one that is gone, or away, has no rate."""
-        last, rates = self._last, self._rates
-        self._last, self._rates = {}, {}
-        for one in programs:
-            if one.away:
-                continue
-            process = one.kind, one.mesh, one.host, one.address, one.started_at
-            before = last.get(process, one)
-            seconds = (one.at - before.at).total_seconds()
-            self._last[process] = one
-            if seconds > 0:
-                earlier = counted(before)
-                self._rates[process] = {
-                    name: (value - earlier.get(name, 0)) / seconds for name, value in counted(one).items()
-                }
-            elif process in rates:
-                self._rates[process] = rates[process]
-
-    def of(self, name: str) -> float | None:
-        """Return the rate of all programs together; None while no two reports have come."""
-        found = [rates[name] for rates in self._rates.values() if name in rates]
-        return sum(found) if found else None
-
-
-def counted(one: Program) -> dict[str, int]:
-    """Return what a program counts: since it started, and what waits and is dead now."""
-    now = {"waiting": one.waiting, "dead": one.dead}
-    return one.totals | {name: value for name, value in now.items() if value is not None}
 
 
 def summary(sight: Sight, rates: Rates) -> str:

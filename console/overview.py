@@ -7,8 +7,7 @@ plots of the last hour follow from what the reports of each minute have added up
 import asyncio
 import math
 import time
-from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -18,7 +17,7 @@ from console.sessions import SESSION
 from console.views import HEIGHT, MESSAGES, SESSIONS, draw, number, page
 from postroom import BrokerClient
 from postroom._wire.administration import MeshQuery
-from postroom._wire.dead_letters import DEAD_LETTERS, LetterCounts
+from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
 from postroom._wire.programs import (
     MINUTES,
@@ -26,17 +25,18 @@ from postroom._wire.programs import (
     REPORT_SECONDS,
     Minute,
     MinutesQuery,
-    Program,
     ProgramsQuery,
+    Rates,
     Trouble,
+    in_words,
+    troubles_of,
+    worst_first,
 )
-from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
-from postroom._wire.words import counted
+from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery
 from postroom.errors import PostroomError
 
 EVERYWHERE: Final = "look everywhere"
 _LOOK_SECONDS: Final = 3.0  # between two looks, however many pages are open
-_LEVELS: Final = ("down", "wrong", "look")  # the worst first
 _RATES: Final = ("relayed", "accepted", "published", "handled", "dead_lettered")
 
 
@@ -48,14 +48,6 @@ class Overview(NamedTuple):
     paths: dict[str, str]
 
 
-class _Counted(NamedTuple):
-    """What a program had counted at a time of its clock, and what a second of the time before brought."""
-
-    at: datetime
-    totals: dict[str, int]
-    rates: dict[str, float]
-
-
 class Watch:
     """Looks at everything, once for all who watch (docs/contract/operate.md#operate-72): they are all told the same.
 
@@ -63,7 +55,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._counted: dict[tuple[Any, ...], _Counted] = {}
+        self._rates = Rates()
         self._seen: tuple[float, Overview] | None = None
         self.minutes: list[Minute] = []
         self._minutes_at = -math.inf
@@ -91,8 +83,8 @@ class Watch:
         if (now := time.monotonic()) - self._minutes_at > REPORT_SECONDS:
             self.minutes = (await client.list_things(MINUTES, MinutesQuery())).minutes
             self._minutes_at = now
-        plots = draw(self.minutes)
-        rates = self._rates(programs.programs)
+        self._rates.see(programs.programs)
+        rates = {name: self._rates.of(name) for name in _RATES}
         counts = {
             "outbox_waiting": sum(one.waiting or 0 for one in programs.programs),
             "outbox_dead": sum(one.dead or 0 for one in programs.programs),
@@ -106,37 +98,12 @@ class Watch:
             "programs": len(programs.programs),
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
-        shown |= {f"hour_{name}": caption for name, caption in plots.captions.items()}
-        everybody: list[Program | Durable | LetterCounts] = [*programs.programs, *consumers.consumers, letters]
-        wrong = [trouble for one in everybody for trouble in one.troubles()]
-        for count, thing, what, remedy in (
-            (counts["refused"], "message", "that JetStream refuses", "postroom worker backlog"),
-            (counts["jobs_failed"], "job", "that failed", "postroom jobs list --state failed"),
-        ):
-            if count:
-                wrong.append(Trouble("all meshes", f"{counted(count, thing)} {what}", remedy, "look"))
+        shown |= {f"hour_{name}": caption for name, caption in in_words(self.minutes).items()}
+        wrong = troubles_of([*programs.programs, *consumers.consumers, *sources.sources, letters, jobs])
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
-        wrong.sort(key=lambda trouble: _LEVELS.index(trouble.level))
-        return Overview({name: number(count) for name, count in counts.items()} | shown, wrong, plots.paths)
-
-    def _rates(self, programs: list[Program]) -> dict[str, float | None]:
-        """Return what the programs together do in a second; None where nobody has reported twice."""
-        counted: dict[tuple[Any, ...], _Counted] = {}
-        for one in programs:
-            key = one.kind, one.mesh, one.name, one.host, one.started_at
-            before = self._counted.get(key)
-            if before is not None and one.at > before.at:
-                seconds = (one.at - before.at).total_seconds()
-                rates = {name: (total - before.totals.get(name, 0)) / seconds for name, total in one.totals.items()}
-            else:
-                rates = {} if before is None else before.rates
-            counted[key] = _Counted(one.at, one.totals, {} if one.away else rates)
-        self._counted = counted
-        return {
-            name: sum(found) if (found := [one.rates[name] for one in counted.values() if name in one.rates]) else None
-            for name in _RATES
-        }
+        numbers = {name: number(count) for name, count in counts.items()} | shown
+        return Overview(numbers, worst_first(wrong), draw(self.minutes))
 
 
 _watch: Final = web.AppKey("watch", Watch)

@@ -165,31 +165,10 @@ async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | No
     return given.get("mesh") or next(iter(meshes), None), meshes
 
 
-class Plots(NamedTuple):
-    """Paths and captions, by what they show."""
-
-    paths: dict[str, str]
-    captions: dict[str, str]
-
-
-def draw(minutes: Sequence[Minute]) -> Plots:
+def draw(minutes: Sequence[Minute]) -> dict[str, str]:
     """Draw what was counted in each minute as bars, and how long it took as lines on a logarithmic scale."""
-    counts = {
-        "accepted": [one.accepted for one in minutes],
-        "handled": [one.handled for one in minutes],
-        "dead_lettered": [one.dead_lettered for one in minutes],
-    }
-    latencies = {"p50": [one.p50 for one in minutes], "p99": [one.p99 for one in minutes]}
-    paths = {name: bars(found) for name, found in counts.items()}
-    captions = {
-        name: f"{number(sum(found))}, at most {number(max(found))} in a minute" if any(found) else "none"
-        for name, found in counts.items()
-    }
-    for name, found in latencies.items():
-        paths[name] = _line(found)
-        known = [seconds for seconds in found if seconds is not None]
-        captions[name] = f"{span(known[-1])}, at most {span(max(known))}" if known else "-"
-    return Plots(paths, captions)
+    counts = {name: bars([getattr(one, name) for one in minutes]) for name in ("accepted", "handled", "dead_lettered")}
+    return counts | {name: _line([getattr(one, name) for one in minutes]) for name in ("p50", "p99")}
 
 
 def bars(counts: Sequence[int]) -> str:

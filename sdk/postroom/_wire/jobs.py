@@ -6,6 +6,7 @@
 The rest is that of every noun (`_wire/nouns.py`). A job is started by names alone: who asks needs no code of the flow.
 """
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
@@ -17,6 +18,8 @@ from postroom._wire.message import TRACEPARENT
 from postroom._wire.names import WORD
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import Age
+from postroom._wire.programs import Trouble
+from postroom._wire.words import counted
 
 JobState = Literal["running", "closed", "completed", "failed", "cancelled"]
 
@@ -136,6 +139,15 @@ class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
     running: int
     failed: int
     unknown: int
+
+    def troubles(self) -> Iterator[Trouble]:
+        """Yield what is wrong with jobs."""
+        for count, thing, what, help_ in (
+            (self.failed, "job", "failed", "postroom jobs list --state failed"),
+            (self.unknown, "step", "that no worker knows", "postroom jobs list"),
+        ):
+            if count:
+                yield Trouble("jobs", f"{counted(count, thing)} {what}", help_, "look")
 
 
 class JobMessage(msgspec.Struct, kw_only=True, frozen=True):

@@ -1,19 +1,19 @@
 """What daemons, brokers and workers report of themselves: the types of `/v1/programs`, and of `/v1/minutes`.
 
-The rules are docs/contract/operate.md#operate-60 and #operate-71. What is wrong with a program is said here, for
-whoever shows it.
+The rules are docs/contract/operate.md#operate-60 and #operate-71. What is wrong with a program, how
+fast programs go and what an hour had are said here, for a terminal and a page alike.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
 from postroom._wire.moment import Moment, check_finite
 from postroom._wire.nouns import Noun
-from postroom._wire.words import counted
+from postroom._wire.words import counted, span
 
 REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it was
 AWAY_SECONDS: Final = 3 * REPORT_SECONDS  # without a report, after which a program counts as away
@@ -26,6 +26,7 @@ MAX_LINE: Final = 1000  # characters
 MAX_REASONS: Final = 20
 
 Status = Literal["ok", "degraded", "unavailable"]
+Level = Literal["down", "wrong", "look"]  # the worst first
 Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Reasons = Annotated[list[Line], msgspec.Meta(max_length=MAX_REASONS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -80,7 +81,24 @@ class Trouble(msgspec.Struct, frozen=True):
     thing: str
     what: str
     help: str
-    level: Literal["down", "wrong", "look"]
+    level: Level
+
+
+class Watched(Protocol):
+    """What says by itself what is wrong with it."""
+
+    def troubles(self) -> Iterator[Trouble]:
+        """Yield what is wrong with it."""
+
+
+def troubles_of(things: Iterable[Watched]) -> list[Trouble]:
+    """Return what is wrong with any of the things."""
+    return [trouble for one in things for trouble in one.troubles()]
+
+
+def worst_first(troubles: Iterable[Trouble]) -> list[Trouble]:
+    """Sort what is wrong by its level."""
+    return sorted(troubles, key=lambda trouble: get_args(Level).index(trouble.level))
 
 
 class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
@@ -101,6 +119,12 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
         """What it is called: `alice@demo` for a daemon."""
         return self.kind if self.mesh is None else f"{self.name}@{self.mesh}"
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it counts: since it started, and what waits and is dead now."""
+        now = {"waiting": self.waiting, "dead": self.dead}
+        return self.totals | {name: value for name, value in now.items() if value is not None}
+
     def troubles(self) -> Iterator[Trouble]:
         """Yield what is wrong with it."""
         thing = f"{self.title} on {self.host}"
@@ -116,7 +140,7 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
             kind, _, name = part.name.partition(" ")
             ways = {"publishing": "postroom worker backlog", "consumer": f"postroom consumer show {name}"}
             for reason in part.reasons:
-                level: Literal["look", "wrong"] = "look" if kind == "consumer" else "wrong"
+                level: Level = "look" if kind == "consumer" else "wrong"
                 yield Trouble(thing, f"{part.name}: {reason}", ways.get(kind, log), level)
         if self.relay == "paused":
             remedy = f"postroom relay resume --reason 'it was paused'{here}"
@@ -130,6 +154,38 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
             way = "ahead" if self.clock_seconds > 0 else "behind"
             off = f"its clock is {abs(self.clock_seconds):.0f} s {way}"
             yield Trouble(thing, off, f"timedatectl  # on {self.host}", "wrong")
+
+
+class Rates:
+    """How quickly what programs count grows, a second, by the last two reports of each."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[object, ...], Program] = {}
+        self._rates: dict[tuple[object, ...], dict[str, float]] = {}
+
+    def see(self, programs: Iterable[Program]) -> None:
+        """Take in what programs say now; one that is gone, or away, has no rate."""
+        last, rates = self._last, self._rates
+        self._last, self._rates = {}, {}
+        for one in programs:
+            if one.away:
+                continue
+            process = one.kind, one.mesh, one.name, one.host, one.address, one.started_at
+            before = last.get(process, one)
+            seconds = (one.at - before.at).total_seconds()
+            self._last[process] = one
+            if seconds > 0:
+                earlier = before.counts
+                self._rates[process] = {
+                    name: (value - earlier.get(name, 0)) / seconds for name, value in one.counts.items()
+                }
+            elif process in rates:
+                self._rates[process] = rates[process]
+
+    def of(self, name: str) -> float | None:
+        """Return the rate of all programs together; None while no two reports have come."""
+        found = [rates[name] for rates in self._rates.values() if name in rates]
+        return sum(found) if found else None
 
 
 class ProgramsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -173,6 +229,18 @@ class Minute(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     dead_lettered: int = 0
     p50: float | None = None
     p99: float | None = None
+
+
+def in_words(minutes: Sequence[Minute]) -> dict[str, str]:
+    """Say of each thing how many there were in all and at most, and of latencies the last one and the longest."""
+    said = {}
+    for name in ("accepted", "handled", "dead_lettered"):
+        counts = [getattr(one, name) for one in minutes]
+        said[name] = f"{sum(counts):,}, at most {max(counts):,} in a minute" if any(counts) else "none"
+    for name in ("p50", "p99"):
+        known = [seconds for one in minutes if (seconds := getattr(one, name)) is not None]
+        said[name] = f"{span(known[-1])}, at most {span(max(known))}" if known else "-"
+    return said
 
 
 class MinutePage(msgspec.Struct, kw_only=True):

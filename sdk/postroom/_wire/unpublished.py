@@ -93,6 +93,12 @@ class SourceBacklog(msgspec.Struct, frozen=True):
     oldest_at: datetime | None
     failing: int
 
+    def troubles(self) -> Iterator[Trouble]:
+        """Yield what is wrong with it."""
+        if self.failing:
+            what = f"{self.source} that JetStream refuses: {self.failing:,}"
+            yield Trouble("publishing", what, "postroom worker backlog", "wrong")
+
 
 class SourcePage(msgspec.Struct, kw_only=True):
     """Every source: events, deliveries and letters."""

@@ -8,8 +8,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from cli.installation import Sight
-from cli.top import Rates, summary
-from postroom._wire.programs import Program
+from cli.top import summary
+from postroom._wire.programs import Program, Rates
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
