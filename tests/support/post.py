@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import AsyncClient
 from postroom.spark.rows import RowIds
 from support.mailroom import Mailroom, Process
+from support.waiting import until_so
 
 _DATABASE = "post"
 
@@ -113,8 +115,7 @@ class PostOffice:
 async def _relayed(socket: Path) -> None:
     """Return when the daemon has nothing left to relay."""
     async with AsyncClient(socket) as client:
-        while await _unsettled(client):  # noqa: ASYNC110 - no event crosses the socket
-            await asyncio.sleep(0.02)
+        await until_so(lambda: _unsettled(client), holds=not_)
 
 
 async def _unsettled(client: AsyncClient) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from operator import not_
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from support.waiting import until_so
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
@@ -55,8 +57,7 @@ class Standstill:
     async def until_idle(self) -> None:
         """Wait until no statement of a broker runs: what a dead one began has ended one way or the other."""
         query = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'postroom-broker' AND state = 'active'"
-        while await self.postgres.fetchval(query):  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0)
+        await until_so(lambda: self.postgres.fetchval(query), holds=not_)
 
 
 @pytest.fixture(params=TABLES)

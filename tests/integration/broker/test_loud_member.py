@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from support import loud_member
 from support.databases import HOLD_NUMBERS
+from support.waiting import until
 
 from embedded.processes import tethered
 
@@ -73,8 +74,7 @@ async def test_a_batch_that_takes_long_to_check_lets_others_by(
 ) -> None:
     large = {"messages": [message(f"id-{n}", meta={"a": [[]] * 2000}) for n in range(150)]}
     long = asyncio.create_task(broker.member("alice").post("/v1/accept", large))
-    while not broker.metric("postroom_broker_batch_messages_count"):  # noqa: ASYNC110 - the metric has no event
-        await asyncio.sleep(0)
+    await until(lambda: broker.metric("postroom_broker_batch_messages_count"), pause=0)
     for number in range(5):
         assert (await zoe.send_one(message(f"quiet-{number}"))).status == 201
     assert not long.done()

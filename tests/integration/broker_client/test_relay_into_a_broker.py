@@ -262,8 +262,7 @@ async def test_a_broker_that_goes_away_in_the_middle_and_comes_back_has_every_me
     here.run()
     await here.settled(ids[0])
     await broker.stop()
-    while here.relay.status().state != "waiting":  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: here.relay.status().state == "waiting")
     assert (await here.outbox.counts()).rows["dead"] == 0
     await broker.start()
     assert {row.status for row in await here.settled(*ids)} == {"done"}

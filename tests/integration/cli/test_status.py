@@ -7,8 +7,7 @@ import functools
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 from support.mailroom import MESH, Mailroom, Process, worker
-from support.terminal import SECONDS, Outcome, Terminal
+from support.terminal import Outcome, Terminal
+from support.waiting import wait_until
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient
@@ -76,15 +76,6 @@ def run(work: Any) -> Any:
         return runner.run(work)
 
 
-def until(look: Callable[[], Outcome], condition: Callable[[Outcome], bool]) -> Outcome:
-    """Look until what is seen is so; no loop may run meanwhile, since commands run their own."""
-    end = time.monotonic() + SECONDS
-    while not condition(seen := look()):
-        assert time.monotonic() < end, seen
-        time.sleep(0.02)
-    return seen
-
-
 def all_reported_since(moment: str, seen: Outcome) -> bool:
     """Tell whether every program has told since `moment` what it counted: nothing from before is still to come."""
     reported = [one["reported_at"] for one in seen.json if "reported_at" in one]
@@ -126,7 +117,7 @@ def office(session_directory: Path, postgres_server: EmbeddedPostgres, redis_ser
 def well(office: Office) -> Outcome:
     """What is seen while all is well."""
     look = functools.partial(office.user.run, "status", "--json")
-    return until(look, lambda seen: seen.code == 0 and sum("kind" in one for one in seen.json) == 4)
+    return wait_until(look, holds=lambda seen: seen.code == 0 and sum("kind" in one for one in seen.json) == 4)
 
 
 def test_all_that_is_well_fits_a_screen(office: Office, well: Outcome) -> None:
@@ -161,14 +152,14 @@ def test_a_paused_relay_is_wrong_and_the_command_that_is_shown_helps(office: Off
     assert well.code == 0
     words = ["--socket", str(office.other), "--reason", "a test"]
     assert office.user.run("relay", "pause", *words).code == 0
-    seen = until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 1)
+    seen = wait_until(lambda: office.user.run("status", "--json"), holds=lambda seen: seen.code == 1)
     (found,) = troubles(seen).items()
     assert found[0].startswith("bob@demo on ")
     assert found[1][:2] == ("wrong", "an operator paused its relay")
     assert office.user.run("status").out.splitlines()[0] == f"{found[0]}: an operator paused its relay"
 
     assert office.user.shell(found[1][2]).code == 0
-    until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 0)
+    wait_until(lambda: office.user.run("status", "--json"), holds=lambda seen: seen.code == 0)
 
 
 def test_a_daemon_that_is_silent_is_away_since_then(office: Office, well: Outcome) -> None:
@@ -180,7 +171,7 @@ def test_a_daemon_that_is_silent_is_away_since_then(office: Office, well: Outcom
     assert (seen.code, found[:2]) == (69, ("down", "no report since 2026-01-01 12:00:00Z"))
     assert office.user.run("status").out.splitlines()[2] == "1 broker, 2 daemons, 1 worker"
     office.bob.start()
-    until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 0)
+    wait_until(lambda: office.user.run("status", "--json"), holds=lambda seen: seen.code == 0)
 
 
 def test_a_disk_that_is_nearly_full_and_a_wrong_clock_are_seen_from_elsewhere(office: Office, well: Outcome) -> None:
@@ -217,11 +208,14 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
         await connection.jetstream().add_consumer(f"{MESH.upper()}_EVENTS", config)
         await connection.close()
 
-    until(
-        lambda: office.user.run("worker", "backlog", "--json"), lambda seen: all(not one["count"] for one in seen.json)
+    wait_until(
+        lambda: office.user.run("worker", "backlog", "--json"),
+        holds=lambda seen: all(not one["count"] for one in seen.json),
     )
     run(declare())
-    seen = until(lambda: office.user.run("status", "--json"), lambda seen: "consumer books" in troubles(seen))
+    seen = wait_until(
+        lambda: office.user.run("status", "--json"), holds=lambda seen: "consumer books" in troubles(seen)
+    )
     stopped = "1 waiting, 0 in hand, stopped: nobody asks for its messages"
     assert troubles(seen)["consumer books"] == ("look", stopped, "postroom consumer show books")
     assert seen.code == 1
@@ -297,7 +291,7 @@ def test_top_writes_a_line_for_each_look_off_a_terminal(office: Office, well: Ou
 def test_the_last_hour_is_shown_minute_by_minute(office: Office, well: Outcome) -> None:
     assert well.code == 0
     began = datetime.now(UTC).isoformat()
-    until(lambda: office.user.run("status", "--json"), lambda seen: all_reported_since(began, seen))
+    wait_until(lambda: office.user.run("status", "--json"), holds=lambda seen: all_reported_since(began, seen))
     counted = "INSERT INTO postroom.minute_counts SELECT date_trunc('minute', now()) - interval '{} minutes', '{}', {}"
     office.execute("DELETE FROM postroom.minute_counts")
     counts = (

@@ -11,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -26,9 +25,10 @@ import pytest
 from aiohttp import web
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
-from support.handlers import SECONDS, Call, serving
+from support.handlers import Call, serving
 from support.mailroom import MESH, LoneDaemon, Mailroom, Process, worker
 from support.terminal import Terminal
+from support.waiting import wait_until
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from embedded.processes import tethered
@@ -122,7 +122,7 @@ class Office:
             found[:] = [one for one in steps if (one["what"], one["outcome"]) == (what, outcome)]
             return bool(found)
 
-        until(told)
+        wait_until(told)
         return found[0]
 
     def fetch(self, query: str, *values: Any) -> list[Any]:
@@ -136,14 +136,6 @@ class Office:
                 await connection.close()
 
         return _run(run())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until what the servers say holds; no loop may run meanwhile, since commands run their own."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def _run(work: Any) -> Any:
@@ -334,7 +326,7 @@ def test_a_row_that_was_requeued_twice_is_one_story_under_each_of_its_ids(office
     office.until_told("again-1", "posted", "dead")
     requeue = ("outbox", "requeue", "again-1", "--new-client-id", "again-2", "--yes", "--reason")
     assert office.user.run(*requeue, "it was down").code == 0
-    until(lambda: office.user.run("outbox", "inspect", "again-2", "--json").json[0]["row"]["status"] == "dead")
+    wait_until(lambda: office.user.run("outbox", "inspect", "again-2", "--json").json[0]["row"]["status"] == "dead")
     assert office.user.run("topic", "create", "elsewhere").code == 0
     assert office.user.run("topic", "subscribe", "elsewhere", "alice").code == 0
     requeue = ("outbox", "requeue", "again-2", "--new-client-id", "again-3", "--yes", "--reason", "it is there")
@@ -362,7 +354,7 @@ def test_what_cannot_reach_a_broker_waits_for_it_and_an_operator_may_hold_it(
     try:
         user = office.at(daemon.socket)
         office.send("waits", user=user)
-        until(lambda: office.story("waits", user)["waits"][0].get("help") == "postroom doctor")
+        wait_until(lambda: office.story("waits", user)["waits"][0].get("help") == "postroom doctor")
         assert user.run("outbox", "hold", "waits", "--yes", "--reason", "not yet").code == 0
         (wait,) = office.story("waits", user)["waits"]
         (kept,) = office.steps("waits", "kept", user)
@@ -381,7 +373,7 @@ def test_what_is_rate_limited_says_so_and_when_it_is_posted_again(office: Office
         user = office.at(daemon.socket)
         for name in ("limited-1", "limited-2", "limited-3"):
             office.send(name, user=user)
-        until(
+        wait_until(
             lambda: any(
                 "refused in B1: rate_limited" in step.get("reason", "")
                 for step in office.steps("limited-3", "posted", user)
@@ -398,7 +390,7 @@ def test_a_message_that_was_delivered_has_every_step_and_waits_for_nothing(consu
     office.send("delivered")
     office.until_told("delivered", "handled")
     office.until_told("delivered", "received")
-    until(lambda: not office.story("delivered").get("waits"))
+    wait_until(lambda: not office.story("delivered").get("waits"))
     story = office.story("delivered")
     what = [step["what"] for step in story["steps"]]
     assert what[:3] == ["kept", "posted", "accepted"]
@@ -460,7 +452,7 @@ def test_a_message_that_its_handler_fails_waits_for_the_next_attempt(consumer: O
     consumer.send("failing", body='{"what": "fails"}')
     handled = consumer.until_told("failing", "handled", "waiting")
     assert handled["attempt"] == 1
-    until(lambda: "http_500" in consumer.steps("failing", "handled")[0].get("reason", ""))
+    wait_until(lambda: "http_500" in consumer.steps("failing", "handled")[0].get("reason", ""))
     (wait,) = [wait for wait in consumer.story("failing")["waits"] if wait["step"] == handled["id"]]
     assert wait["help"] == "postroom consumer show counting"
 
@@ -479,7 +471,7 @@ def test_a_message_that_died_at_a_consumer_is_followed_by_its_replay(consumer: O
     assert replay.code == 0, replay.err
     replayed = office.until_told("poisonous", "replayed")
     assert (replayed["by"], replayed["reason"]) == ("administrator", "its cause is repaired")
-    until(lambda: [step["outcome"] for step in office.steps("poisonous", "handled")] == ["dead", "done"])
+    wait_until(lambda: [step["outcome"] for step in office.steps("poisonous", "handled")] == ["dead", "done"])
     story = office.story("poisonous")
     again = [step for step in story["steps"] if step["what"] == "handled"][1]
     assert again["thing"] == replayed["thing"]
@@ -563,7 +555,7 @@ def test_a_request_that_an_agent_took_and_answered_is_told_from_both_ends(workin
     )
     assert started.code == 0, started.err
     working.until_told(job, "asked", "waiting")
-    until(lambda: any("no consumer takes cmd." in wait["why"] for wait in working.story(job)["waits"]))
+    wait_until(lambda: any("no consumer takes cmd." in wait["why"] for wait in working.story(job)["waits"]))
     settings = {
         "POSTROOM_AGENT_NATS_URL": working.nats_url,
         "POSTROOM_AGENT_TENANT": MESH,
@@ -616,7 +608,7 @@ def test_what_an_agent_emitted_is_told_on_any_host_with_what_caused_it(working: 
                 steps = working.story("count-me", elsewhere)["steps"]
                 return {(step.get("place"), step["outcome"]) for step in steps}
 
-            until(lambda: ("counted", "done") in ended())
+            wait_until(lambda: ("counted", "done") in ended())
         finally:
             agent.kill()
     story = working.story("count-me", elsewhere)
@@ -655,7 +647,7 @@ def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
         elsewhere = working.at(None)
         working.send("race", "queue:starter")
         working.until_told("race", "accepted", user=elsewhere)
-        until(lambda: [step["what"] for step in working.story("race", elsewhere)["steps"]].count("emitted") == 2)
+        wait_until(lambda: [step["what"] for step in working.story("race", elsewhere)["steps"]].count("emitted") == 2)
         story = working.story("race", elsewhere)
         last = [step for step in story["steps"] if step["what"] == "emitted"][-1]
         (accepted,) = [step for step in story["steps"] if step["what"] == "accepted"]
@@ -782,6 +774,6 @@ def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -
     assert counting["in_hand"] >= begun
     assert "paused" not in counting
     with consuming(office, "lonely", "http://127.0.0.1:9/"):
-        until(lambda: office.user.run("consumer", "show", "lonely").code == 0)
-        until(lambda: "unreachable" in shown(office, "lonely").get("paused", ""))
+        wait_until(lambda: office.user.run("consumer", "show", "lonely").code == 0)
+        wait_until(lambda: "unreachable" in shown(office, "lonely").get("paused", ""))
         assert "paused: " in office.user.run("consumer", "show", "lonely").out

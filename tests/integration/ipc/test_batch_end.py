@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
+
+from support.waiting import until
 
 from ipc.shares import Limits
 
 BATCH = b"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\nContent-Length: %d\r\n\r\n"
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
-            await asyncio.sleep(0)
 
 
 def _batch_tasks() -> list[str]:
@@ -28,7 +22,7 @@ async def test_a_stop_answers_what_has_arrived_and_waits_for_no_further_line(roo
     writer.write(BATCH % 1_000_000 + first)
     await reader.readuntil(b"first")
     writer.write(first.replace(b"first", b"second") + b'{"to":"topic:or')
-    await _until(lambda: room.server.connections[0]._last_body.total_bytes > 2 * len(first))
+    await until(lambda: room.server.connections[0]._last_body.total_bytes > 2 * len(first))
     await asyncio.wait_for(room.server.stop(300), 20)
     rest = await reader.read()
     assert b"second" in rest
@@ -42,11 +36,11 @@ async def test_a_caller_that_hangs_up_leaves_no_task_behind(room: Any) -> None:
     _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
     lines = b"x\n" * 100_000
     writer.write(BATCH % (len(lines) + 1) + lines)
-    await _until(lambda: any(connection.writing_paused for connection in room.server.connections))
+    await until(lambda: any(connection.writing_paused for connection in room.server.connections))
     for _ in range(100):  # the reader goes on until the chunks that may wait do
         await asyncio.sleep(0)
     assert _batch_tasks()
     room.server.drop_overdue(asyncio.get_running_loop().time() + Limits().stall_seconds + 1)
-    await _until(lambda: room.services.counters.in_flight == 0)
+    await until(lambda: room.services.counters.in_flight == 0)
     assert _batch_tasks() == []
     writer.close()

@@ -7,12 +7,13 @@ import resource
 import socket
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from ipc.shares import Limits
 from outbox.model import Caller
@@ -25,7 +26,7 @@ async def test_one_request_too_many_is_a_429_that_says_when(open_room: Any) -> N
     room = await open_room(limits=Limits(requests_in_flight=1))
     _, writer = await room.connect()
     writer.write(_head(3000) + b"{")
-    await _until(lambda: room.services.counters.in_flight > 0)
+    await until(lambda: room.services.counters.in_flight > 0)
     refused = await room.request("GET", "/v1/ready")
     assert refused.status == 429
     assert refused.headers["retry-after"] == "1"
@@ -39,7 +40,7 @@ async def test_waits_keep_no_send_out_and_one_too_many_is_a_429(open_room: Any) 
     waiting = []
     for count in (1, 2):
         waiting.append(asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60")))
-        await _until(lambda count=count: room.services.waits.held == count)
+        await until(lambda count=count: room.services.waits.held == count)
     assert (await room.send({"to": "topic:a"})).status == 202
     assert (await room.request("GET", "/v1/sends/k?wait=60")).status == 429
     await room.outbox.act("abort", "k", caller=Caller(0, 0), reason="test")
@@ -51,10 +52,10 @@ async def test_a_wait_ends_when_its_caller_hangs_up(room: Any) -> None:
     await room.send({"to": "topic:a", "client_message_id": "k"})
     reader, writer = await room.connect()
     writer.write(b"GET /v1/sends/k?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n")
-    await _until(lambda: room.services.counters.in_flight > 0)
+    await until(lambda: room.services.counters.in_flight > 0)
     writer.close()
-    await _until(lambda: not room.server.connections or bool(_drop(room)))
-    await _until(lambda: room.services.counters.in_flight == 0)
+    await until(lambda: not room.server.connections or bool(_drop(room)))
+    await until(lambda: room.services.counters.in_flight == 0)
     assert await reader.read() == b""
 
 
@@ -67,7 +68,7 @@ def _drop(room: Any) -> int:
 async def test_a_wait_outlasts_a_half_close(room: Any) -> None:
     await room.send({"to": "topic:a", "client_message_id": "k"})
     waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
-    await _until(lambda: room.services.counters.in_flight > 0)
+    await until(lambda: room.services.counters.in_flight > 0)
     await drop_after(room, 5)
     await room.outbox.act("abort", "k", caller=Caller(0, 0), reason="test")
     assert (await waiting).json["status"] == "aborted"
@@ -86,13 +87,13 @@ async def test_more_bytes_than_may_be_held_are_a_429_on_every_route(open_room: A
     room = await open_room(limits=_SMALL)
     _, first = await room.connect()
     first.write(_head(3000) + b" " * 2500)
-    await _until(lambda: room.services.budget.left == 4096 - 2500)
+    await until(lambda: room.services.budget.left == 4096 - 2500)
     second, writer = await room.connect()
     writer.write(_head(3000, path) + b" " * 2500)
     assert (await second.readline()).startswith(b"HTTP/1.1 429")
     first.close()
     writer.close()
-    await _until(lambda: room.services.budget.left == 4096)
+    await until(lambda: room.services.budget.left == 4096)
 
 
 @pytest.mark.parametrize(("above", "status"), [(0, b"202"), (1, b"413")])
@@ -114,10 +115,10 @@ async def test_bytes_that_are_only_promised_refuse_nobody(open_room: Any) -> Non
     slow = [await room.connect() for _ in range(20)]
     for _, writer in slow:
         writer.write(_head(4096) + b"{")
-    await _until(lambda: room.services.budget.left == 4096 - len(slow))
+    await until(lambda: room.services.budget.left == 4096 - len(slow))
     reader, sender = await room.connect()
     sender.write(_head(len(SEND)) + SEND[:-1])
-    await _until(lambda: room.services.budget.left == 4096 - len(slow) - len(SEND) + 1)
+    await until(lambda: room.services.budget.left == 4096 - len(slow) - len(SEND) + 1)
     sender.write(SEND[-1:])
     assert (await reader.readline()).startswith(b"HTTP/1.1 202")
     for writer in (sender, *(writer for _, writer in slow)):
@@ -138,7 +139,7 @@ async def test_nobody_is_told_to_continue_while_there_is_no_room(
     room = await open_room(limits=_SMALL)
     _, first = await room.connect()
     first.write(_head(4096) + b" " * 4095)
-    await _until(lambda: room.services.budget.left == 1)
+    await until(lambda: room.services.budget.left == 1)
     room.services.budget.take(1)
     reader, writer = await room.connect()
     fields = f"Host: x\r\nContent-Type: {media}\r\n{length}\r\nExpect: 100-continue\r\n"
@@ -155,7 +156,7 @@ async def test_a_send_draws_on_the_bytes_until_it_is_on_disk(open_room: Any, sho
         slow_disk.execute("BEGIN IMMEDIATE")
         reader, first = await room.connect()
         first.write(_head(3000) + SEND.ljust(3000))
-        await _until(lambda: room.services.budget.left == 4096 - 3000)
+        await until(lambda: room.services.budget.left == 4096 - 3000)
         second, writer = await room.connect()
         writer.write(_head(2000) + SEND.ljust(2000))
         assert (await second.readline()).startswith(b"HTTP/1.1 429")
@@ -170,7 +171,7 @@ async def test_unfinished_lines_of_batches_draw_on_the_same_bytes(open_room: Any
     room = await open_room(limits=_SMALL)
     _, first = await room.connect()
     first.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + b" " * 3000)
-    await _until(lambda: room.services.budget.left == 4096 - 3000)
+    await until(lambda: room.services.budget.left == 4096 - 3000)
     reader, second = await room.connect()
     second.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + SEND + b"\n" + b" " * 3000)
     await reader.readuntil(b"queued")
@@ -181,7 +182,7 @@ async def test_unfinished_lines_of_batches_draw_on_the_same_bytes(open_room: Any
     assert await room.rows() == 2
     first.close()
     second.close()
-    await _until(lambda: room.services.budget.left == 4096)
+    await until(lambda: room.services.budget.left == 4096)
 
 
 async def drop_after(room: Any, seconds: float) -> None:
@@ -192,7 +193,7 @@ async def drop_after(room: Any, seconds: float) -> None:
 async def test_a_head_that_does_not_come_to_an_end_is_dropped(room: Any) -> None:
     reader, writer = await room.connect()
     writer.write(b"GET /v1/re")
-    await _until(lambda: any(connection.idle_since for connection in room.server.connections))
+    await until(lambda: any(connection.idle_since for connection in room.server.connections))
     assert (await room.request("GET", "/v1/ready")).status == 200
     await drop_after(room, Limits().header_seconds - 1)
     writer.write(b"a")
@@ -203,17 +204,11 @@ async def test_a_head_that_does_not_come_to_an_end_is_dropped(room: Any) -> None
     writer.close()
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds."""
-    while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(("seconds", "reason"), [(31, "body_stalled")])
 async def test_a_body_that_stalls_is_dropped(room: Any, seconds: float, reason: str) -> None:
     reader, writer = await room.connect()
     writer.write(b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-    await _until(lambda: room.services.counters.in_flight > 0)
+    await until(lambda: room.services.counters.in_flight > 0)
     await drop_after(room, seconds)
     assert await reader.read() == b""
     assert room.services.counters.dropped == {reason: 1}
@@ -225,7 +220,7 @@ async def test_a_body_that_drips_is_dropped_although_it_never_stalls(open_room: 
     room = await open_room(limits=Limits(stall_seconds=1000, body_seconds=30))
     reader, writer = await room.connect()
     writer.write(b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-    await _until(lambda: room.services.counters.in_flight > 0)
+    await until(lambda: room.services.counters.in_flight > 0)
     await drop_after(room, 31)
     assert await reader.read() == b""
     assert room.services.counters.dropped == {"body_too_slow": 1}
@@ -254,13 +249,13 @@ async def test_a_line_of_a_batch_that_drips_is_dropped_although_it_never_stalls(
     await reader.readuntil(b"queued")
     await drop_after(room, 31)
     writer.write(b"{")
-    await _until(lambda: room.services.budget.left == left - 1)
+    await until(lambda: room.services.budget.left == left - 1)
     await drop_after(room, 29)
     assert room.services.counters.dropped == {}
     await drop_after(room, 31)
     await reader.read()
     assert room.services.counters.dropped == {"body_too_slow": 1}
-    await _until(lambda: room.services.budget.left == left)
+    await until(lambda: room.services.budget.left == left)
     writer.close()
 
 
@@ -274,7 +269,7 @@ async def test_lines_that_wait_for_their_commit_draw_on_the_bytes_that_may_be_he
     assert b"queued" in answers[2]
     assert b"too_busy" in await reader.readuntil(b"retryable")
     writer.close()
-    await _until(lambda: room.services.budget.left == 4096)
+    await until(lambda: room.services.budget.left == 4096)
 
 
 async def test_an_idle_connection_is_closed_in_the_end(open_room: Any) -> None:
@@ -288,7 +283,7 @@ async def test_answers_that_nobody_reads_do_not_pile_up(room: Any) -> None:
     """A caller pipelines 100,000 requests and reads nothing: the server stops reading, then drops the connection."""
     _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
     flood = asyncio.create_task(_flood(writer, 100_000))
-    await _until(lambda: _blocked(room))
+    await until(lambda: _blocked(room))
     (connection,) = room.server.connections
     assert connection.transport.get_write_buffer_size() < 1024 * 1024
     assert (await room.request("GET", "/v1/ready")).status == 200

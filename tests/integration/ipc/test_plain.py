@@ -8,13 +8,14 @@ import re
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+from support.waiting import until
 from support.wire import Reply, encode, parse
 
 from ipc.peers import Policy, rotate
@@ -45,12 +46,6 @@ async def connected(room: Any, **options: Any) -> tuple[asyncio.StreamReader, as
     reader, writer = await room.connect(**options)
     await until(lambda: any(each not in before and not each.busy for each in room.server.connections))
     return reader, writer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds."""
-    while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
-        await asyncio.sleep(0)
 
 
 async def answered(reader: asyncio.StreamReader) -> Reply:
@@ -340,7 +335,9 @@ async def test_a_caller_that_reads_no_answers_is_dropped(room: Any, way: str) ->
     while not connection.writing_paused:
         sent = sum(room.services.counters.sends.values())
         writer.write(send(way))
-        await until(lambda sent=sent: connection.writing_paused or sum(room.services.counters.sends.values()) > sent)
+        await until(
+            lambda sent=sent: connection.writing_paused or sum(room.services.counters.sends.values()) > sent, pause=0
+        )
     writer.write(send(way))
     await asyncio.sleep(0.01)
     kept = await room.rows()

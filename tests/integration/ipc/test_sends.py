@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.waiting import until, until_so
 from support.wire import encode
 
 from ipc.peers import Policy
@@ -237,12 +238,9 @@ async def test_a_caller_that_reads_no_results_is_not_read_from(room: Any) -> Non
     writer.write(encode("POST", "/v1/send/batch", b"", NDJSON | {"Content-Length": str(2**40)}))
     line = json.dumps(LINE).encode() + b"\n"
     streaming = asyncio.create_task(_stream_for_ever(writer, line * 1000))
-    while not any(connection.writing_paused for connection in room.server.connections):  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: any(connection.writing_paused for connection in room.server.connections))
     answered = room.services.counters.sends
-    async with asyncio.timeout(20):
-        while (kept := await room.rows()) <= answered["queued"] + CHUNK_LINES:  # noqa: ASYNC110 - the store has no event
-            await asyncio.sleep(0)
+    kept = await until_so(room.rows, holds=lambda rows: rows > answered["queued"] + CHUNK_LINES)
     assert not streaming.done()
     room.server.drop_overdue(asyncio.get_running_loop().time() + 31)
     with pytest.raises(ConnectionError):
@@ -263,8 +261,7 @@ async def test_a_batch_that_breaks_off_keeps_what_was_answered(room: Any) -> Non
     )
     await reader.readuntil(b"queued")
     writer.transport.abort()
-    while room.services.counters.in_flight:  # noqa: ASYNC110 - the server has no event for it
-        await asyncio.sleep(0)
+    await until(lambda: not room.services.counters.in_flight)
     assert await room.rows() == 1
 
 

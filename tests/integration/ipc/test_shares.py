@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.inboxes import Opened, message
+from support.waiting import until
 
 import ipc.sends
 from inbox import Inbox, InboxSettings
@@ -29,10 +30,11 @@ def post(path: str, length: int, media: str = "application/json") -> bytes:
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until `condition` holds."""
-    while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
-        await asyncio.sleep(0)
+@pytest.fixture
+async def beside_alice(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Alice count as present, however long the test takes: who is alone has larger turns."""
+    monkeypatch.setattr("ipc.shares._PRESENT_SECONDS", 3600)
+    await room.request("GET", "/v1/ready", uid=ALICE)
 
 
 @asynccontextmanager
@@ -118,6 +120,7 @@ async def test_a_newcomer_finds_room_where_one_uid_keeps_all_connections_busy(op
     [b'{"to":"topic:orders"}\n', b'{"to":"topic:orders","meta":{"a":[%b1]}}\n' % (b"1," * 5000), b"\n"],
     ids=["small lines", "many values", "empty lines"],
 )
+@pytest.mark.usefixtures("beside_alice")
 async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
     turn = 0
     cut, checked, answered = Counter[int](), Counter[int](), Counter[int]()
@@ -128,7 +131,6 @@ async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytes
     ):
         monkeypatch.setattr(where, name, _counting(getattr(where, name), note))
     lines = line * min(300_000 // len(line), 10_000)
-    await room.request("GET", "/v1/ready", uid=ALICE)
     sending = asyncio.create_task(room.request("POST", "/v1/send/batch", lines, {"Content-Type": NDJSON}, uid=MALLORY))
     while not sending.done():
         turn += 1
@@ -136,7 +138,7 @@ async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytes
     assert len((await sending).lines) == lines.count(b"\n")
     assert max(checked.values()) <= TURN + len(line)
     assert max(cut.values()) <= 5 * TURN
-    assert max(answered.values()) <= 100
+    assert max(answered.values()) < 2 * TURN / ipc.sends._ANSWER  # what is left of a chunk, and a turn of the next
 
 
 def _counting(function: Any, note: Callable[..., None]) -> Any:
@@ -164,17 +166,17 @@ async def test_a_large_send_is_decoded_in_one_turn_and_checked_in_another(
     assert set(done.values()) == {1}
 
 
+@pytest.mark.usefixtures("beside_alice")
 async def test_requests_of_one_uid_are_begun_a_turn_at_a_time(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     turn = 0
     begun: Counter[int] = Counter()
     monkeypatch.setattr(ipc.sends, "prepare", _counting(ipc.sends.prepare, lambda *_, **__: begun.update({turn: 1})))
-    await room.request("POST", "/v1/send", SEND, uid=ALICE)
     body = json.dumps(SEND).encode()
     writers = [(await room.connect(MALLORY))[1] for _ in range(50)]
     await until(lambda: room.services.counters.connections >= 50)
     for writer in writers:
         writer.write(post("/v1/send", len(body)) + body)
-    while sum(begun.values()) < 51:
+    while sum(begun.values()) < 50:
         turn += 1
         await asyncio.sleep(0)
     for writer in writers:

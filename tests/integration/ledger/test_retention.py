@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 from support.ledgers import Jobs
+from support.waiting import until_so
 
 from postroom.chassis.postgres import Pool, migrate
 from postroom.errors import Conflict
@@ -150,8 +151,7 @@ async def test_a_job_that_is_being_removed_is_not_begun_beside(jobs: Jobs, datab
             begun.flow,
         )
         starting = asyncio.create_task(start(jobs.connection, begun))
-        while not await removing.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - in Postgres
-            await asyncio.sleep(0.01)
+        await until_so(lambda: removing.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
     await removing.close()
 
     assert not await starting

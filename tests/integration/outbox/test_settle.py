@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.outboxes import START, WHY, Clock, accepted, dead, done, opened, retry, row_in, send
+from support.waiting import until
 
 from outbox import Outbox, Post, Settlement
 from postroom._wire.sends import OutboxRow
@@ -19,8 +20,7 @@ async def found(outbox: Outbox, client_message_id: str = "id-1") -> OutboxRow:
 async def watched(outbox: Outbox, row_id: str) -> asyncio.Future[OutboxRow | None]:
     """Begin to wait for a row, and return once that has begun."""
     waiting = asyncio.ensure_future(outbox.wait("id-1", 600))
-    while row_id not in outbox._watchers._events:  # noqa: ASYNC110 - the outbox announces nobody who waits
-        await asyncio.sleep(0)
+    await until(lambda: row_id in outbox._watchers._events, pause=0)
     return waiting
 
 

@@ -18,6 +18,7 @@ import psycopg
 import pytest
 from support.applications import application_database, as_role, fetch, owner_of, role_of
 from support.drivers import WAYS, Way, execute
+from support.waiting import until_so
 
 from embedded import EmbeddedPostgres
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
@@ -276,8 +277,7 @@ async def test_two_deliveries_at_once_wait_for_one_another(shop: str) -> None:
     await entered.wait()
     waiting = asyncio.create_task(second())
     locks = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    while not await fetch(owner_of(shop), locks):  # noqa: ASYNC110 - Postgres has no event for it
-        await asyncio.sleep(0.01)
+    await until_so(lambda: fetch(owner_of(shop), locks))
     go.set()
     await holding
     assert await waiting == (False, "mine")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ class Accepting:
             "SELECT (SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL)"
             " + (SELECT count(*) FROM mesh.delivery_queue WHERE published_at IS NULL)"
         )
-        while await self.pool.fetchval(waiting):  # noqa: ASYNC110 - the database has no event for it
-            await asyncio.sleep(0.01)
+        await until_so(lambda: self.pool.fetchval(waiting), holds=not_)
 
 
 def _candidate(message: dict[str, Any], traceparent: str | None) -> Candidate:
@@ -113,8 +113,7 @@ async def test_workers_publish_what_a_broker_rings_for(accepting: Accepting, own
     listening = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
     settings = urls(accepting, own_nats) | patient
     with worker(**settings), worker(**settings):
-        while await accepting.pool.fetchval(listening) < 2:  # noqa: ASYNC110 - the database has no event for it
-            await asyncio.sleep(0.01)
+        await until_so(lambda: accepting.pool.fetchval(listening), holds=lambda listeners: listeners > 1)
         for number in range(20):
             await accepting.send({"to": "topic:orders", "body": f"{number}"}, {"to": "dm:bob", "body": f"{number}"})
         await asyncio.wait_for(accepting.published(), 30)
@@ -136,8 +135,7 @@ async def held_before_its_commit(accepting: Accepting, message: dict[str, Any]) 
         await holder.execute("SELECT pg_advisory_lock(7)")
         held = asyncio.create_task(accepting.send(message))
         waiting = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objid = 7 AND NOT granted)"
-        while not await holder.fetchval(waiting):  # noqa: ASYNC110 - the database has no event for it
-            await asyncio.sleep(0.01)
+        await until_so(lambda: holder.fetchval(waiting))
         yield
     finally:
         await holder.close()
@@ -158,9 +156,7 @@ async def test_a_recipient_gets_its_messages_in_the_order_of_the_history_whichev
             await accepting.send({"to": "dm:bob", "body": "higher"})
             (alongside,) = await accepting.send({"to": "dm:zoe", "body": "ahoy"}, sender=sailor)
             published = "SELECT published_at FROM mesh.delivery_queue WHERE broker_message_id = $1::uuid"
-            async with asyncio.timeout(30):
-                while await accepting.pool.fetchval(published, alongside) is None:  # noqa: ASYNC110 - as above
-                    await asyncio.sleep(0.01)
+            await until_so(lambda: accepting.pool.fetchval(published, alongside))
         await asyncio.wait_for(accepting.published(), 30)
     bodies = [json.loads(one.data)["body"] for one in await messages_in(own_nats, "DEMO_INBOX")]
     assert bodies == ["lower", "higher"]
@@ -250,8 +246,7 @@ async def test_what_a_worker_declares_a_stream_for_may_be_emitted_without_a_mesh
     )
     with worker("--config", str(config)):
         declared = "SELECT count(*) FROM postroom.declared_subjects"
-        while not await accepting.pool.fetchval(declared):  # noqa: ASYNC110 - Postgres has no event for it
-            await asyncio.sleep(0.01)
+        await until_so(lambda: accepting.pool.fetchval(declared))
         await accepting.pool.execute(EMIT, "shop")
         await asyncio.wait_for(accepting.published(), 30)
         for statement, mesh in ((COMMAND, "shop"), (EMIT, "shopping")):
@@ -566,9 +561,7 @@ async def test_a_purged_work_queue_is_filled_again_at_once(accepting: Accepting,
     with worker(**urls(accepting, own_nats), **slow):
         await asyncio.wait_for(accepting.published(), 30)
         await js.purge_stream("DEMO_COMMANDS")
-        async with asyncio.timeout(60):
-            while (await js.stream_info("DEMO_COMMANDS")).state.messages < 20:  # noqa: ASYNC110 - the stream has no event for it
-                await asyncio.sleep(0.01)
+        await until_so(lambda: js.stream_info("DEMO_COMMANDS"), holds=lambda info: info.state.messages >= 20)
         found = [await js.get_msg("DEMO_COMMANDS", number) for number in range(21, 41)]
     assert [one.headers["Nats-Msg-Id"] for one in found if one.headers] == [f"{identity}/1" for identity in ids]
     await client.close()

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
+from operator import not_
 from random import Random
 from typing import Any
 
 import nats
 import pytest
 from nats.js import JetStreamContext
+from support.waiting import until_so
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom.chassis.postgres import Pool, migrate, open_rooms
@@ -110,8 +112,7 @@ class Office:
 
     async def drained(self) -> None:
         """Wait until nothing waits to be published."""
-        while await self.unpublished():  # noqa: ASYNC110 - the database has no event for it
-            await asyncio.sleep(0.005)
+        await until_so(self.unpublished, holds=not_)
 
     async def messages(self, stream: str | None = None) -> list[Any]:
         """Read all that a stream holds, in order."""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from support.waiting import until_so
 
 from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
 from postroom.delivery.publishing.publisher import CHANNEL, Bell
@@ -37,9 +38,7 @@ def rung(office: Any, running: Any) -> Callable[..., Any]:
 
 
 async def listening(office: Any) -> int:
-    while (pid := await office.pool.fetchval(LISTENERS)) is None:  # noqa: ASYNC110 - the database has no event for it
-        await asyncio.sleep(0.005)
-    return int(pid)
+    return int(await until_so(lambda: office.pool.fetchval(LISTENERS)))
 
 
 async def notify(office: Any, source: str = "") -> None:

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.waiting import until_so
 
 from postroom.agent import Envelope
 from postroom.delivery.agents.outgoing import AgentCounters, StoreClaim, StoreSource, stored
@@ -301,8 +302,7 @@ async def test_one_that_no_stream_takes_keeps_no_other_row_of_another_aggregate(
     await form.put(1, command=True)  # there is no queue for it
     ids = await form.put(3)
     publishing = asyncio.create_task(form.publish())
-    while await form.office.ids() != ids:  # noqa: ASYNC110 - the server has no event for it
-        await asyncio.sleep(0.01)
+    await until_so(form.office.ids, holds=lambda found: found == ids)
     await form.add_queue()
     await asyncio.wait_for(publishing, 30)
     while not await form.waiting():

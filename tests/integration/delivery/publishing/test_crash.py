@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from nats.js import JetStreamContext
 from support import crashing_publisher
 from support.jetstream import with_jetstream
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from embedded.processes import tethered
@@ -78,8 +80,7 @@ async def test_a_server_killed_amid_atomic_batches_loses_repeats_and_reorders_no
     async with running(publisher):
         for kill in range(5):
             await office.emit_many(1500, aggregates=7)
-            while await with_jetstream(server, messages) <= kill * 1500:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.01)
+            await until_so(partial(with_jetstream, server, messages), holds=(kill * 1500).__lt__)
             assert server.process is not None
             os.kill(server.process.pid, signal.SIGKILL)
             server.stop()

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from support.jetstream import with_jetstream
 from support.traces import TRACE, attributes, parent_of
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
@@ -165,10 +166,8 @@ async def test_an_event_without_a_stream_holds_up_its_own_aggregate_and_no_other
     others = [await office.emit(f"b{n}") for n in range(20)]
     publisher = office.publisher()
     async with running(publisher):
-        while await office.unpublished() > 2:  # noqa: ASYNC110 - the database has no event for it
-            await asyncio.sleep(0.005)
-        while (await failure(office, poison))["publish_attempts"] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until_so(office.unpublished, holds=lambda left: left <= 2)
+        await until_so(lambda: failure(office, poison), holds=lambda failed: failed["publish_attempts"] > 1)
         assert set(await office.ids()) == {before, *others}
         assert "no stream has the subject nobody.event.lost.v1" in (await failure(office, poison))["publish_error"]
 
@@ -228,8 +227,7 @@ async def test_a_server_that_stands_still_costs_no_event_and_repeats_none(
         assert server.process is not None
         os.kill(server.process.pid, signal.SIGSTOP)
         await office.emit_many(300, aggregates=5)
-        while not publisher.counters.failed:  # noqa: ASYNC110 - the counter has no event
-            await asyncio.sleep(0.005)
+        await until(lambda: publisher.counters.failed)
         os.kill(server.process.pid, signal.SIGCONT)
         await asyncio.wait_for(office.drained(), 30)
     assert await count(server, office) == 310

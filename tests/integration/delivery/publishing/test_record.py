@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
@@ -189,8 +190,7 @@ async def test_every_event_is_rebuilt_after_the_store_of_nats_was_deleted(
         await office.emit_many(10)
         server.start()
         await add_stream()
-        while publisher.counters.published < 2 * events + 10:  # noqa: ASYNC110 - the counter has no event
-            await asyncio.sleep(0.01)
+        await until(lambda: publisher.counters.published >= 2 * events + 10)
     client = await nats.connect(server.url)
     info = await client.jetstream().stream_info(office.stream)
     assert info.state.messages == events + 10

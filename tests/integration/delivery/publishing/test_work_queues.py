@@ -13,6 +13,7 @@ from typing import Any
 import nats
 import pytest
 from nats.js.errors import NotFoundError
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
@@ -262,8 +263,7 @@ async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_f
             await office.js.purge_stream(queue.stream)
             await asyncio.wait_for(watch.told.wait(), SECONDS)
             looking = asyncio.create_task(watch.round())
-            while not await office.pool.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - nor has Postgres
-                await asyncio.sleep(0.005)
+            await until_so(lambda: office.pool.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
             await claim.settle([(message, place)], [], [])
         assert await looking == 1
 
