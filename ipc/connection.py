@@ -349,7 +349,7 @@ class BodyReader:
         self._budget = budget
 
     async def read(self, request: Request | PlainSend) -> bytes:
-        """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
+        """Return the whole body; raises `InvalidMessage` (413) or `TryAgain` (429)."""
         if isinstance(request, PlainSend) or request.has_arrived:
             body = request.body if isinstance(request, PlainSend) else request.content.read_nowait()
             if len(body) > self._limit:
@@ -382,16 +382,22 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
     Such a caller is refused (429) where `budget` has no room for its `size` bytes now: it has not sent them in vain.
     """
     request.connection.begin()
-    expect = request.headers.get(hdrs.EXPECT)
-    if expect is None or request.version != HttpVersion11:
+    if not expects_more(request):
         return
-    if expect.lower() != "100-continue":
-        raise InvalidMessage.of(
-            "expectation_failed", "the only expectation that can be met is 100-continue: omit any other"
-        )
     budget.ask(size, request.caller.uid)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def expects_more(request: Request) -> bool:
+    """Tell whether the caller waits for `100 Continue`; raises `InvalidMessage` (417) where it wants anything else."""
+    expect = request.headers.get(hdrs.EXPECT)
+    if expect is None or request.version != HttpVersion11:
+        return False
+    if expect.lower() != "100-continue":
+        detail = "the only expectation that can be met is 100-continue: omit any other"
+        raise InvalidMessage.of("expectation_failed", detail)
+    return True
 
 
 def check_media(request: Request | PlainSend, media: str | None) -> None:

@@ -23,7 +23,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
-from ipc.connection import Answer, Connection, PlainSend, Request, problem_answer, problem_of
+from ipc.connection import Answer, Connection, PlainSend, Request, expects_more, problem_answer, problem_of
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
@@ -219,6 +219,8 @@ class Server(TimedServer):
                 "not_an_operator",
                 "your uid is not among the operators of this daemon: add it to its config, or use sudo",
             )
+        if isinstance(request, Request):
+            expects_more(request)
         return await route.handler(request)
 
     def _refused(
