@@ -184,6 +184,7 @@ def test_a_read_has_no_more_tasks_than_it_may_have_connections(history: History)
 
 def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
     odd = [EqualTo(("broker_message_id",), "x"), EqualTo(("history_id",), None), EqualTo(("body",), "x")]
+    odd += [EqualTo((column,), "a\0b") for column in ("mesh", "sender", "to", "client_message_id")]
     assert Conditions().narrowed(odd) == Conditions()
 
 
@@ -192,6 +193,10 @@ def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
     [
         ({"sinse": "2026-11-01"}, "has no option 'sinse'"),
         ({"since": "yesterday"}, "use a day or a time"),
+        ({"since": "0001-01-01T00:00:00+01:00"}, "use a day or a time"),
+        ({"until": "9999-12-31T23:59:59-01:00"}, "use a day or a time"),
+        ({"mesh": "a\0b"}, "is not a mesh's name"),
+        ({"partition_rows": "9" * 5000}, "a whole number, 1 or more"),
         ({"since": "2026-11-02", "until": "2026-11-02"}, "not after since"),
         ({"partition_rows": "0"}, "a whole number, 1 or more"),
         ({"max_connections": "none"}, "a whole number, 1 or more"),

@@ -7,12 +7,14 @@ history is an operator's, who has the address of the database.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 from uuid import UUID
 
 from postroom._wire.message import parse_destination
+from postroom._wire.names import check_name
 from postroom.errors import InvalidMessage
 from postroom.spark.database import chosen_url
 
@@ -36,6 +38,7 @@ _NAMES: Final = (
 )
 _EQUALS: Final = ("mesh", "sender", "to", "destination_kind", "client_message_id", "broker_message_id")
 _LAST: Final = 2**63 - 1
+_NUMBER: Final = re.compile("[0-9]{1,10}")
 
 
 class HistoryOptions(NamedTuple):
@@ -58,12 +61,14 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - {known.lower() for known in _NAMES}:
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
-    text = given.get("to")
+    text, mesh = given.get("to"), given.get("mesh")
     if text is not None:
         parse_destination(text)
+    if mesh is not None:
+        check_name("mesh", mesh)
     found = HistoryOptions(
         database_url=chosen_url(given.get("database_url"), "to read"),
-        mesh=given.get("mesh"),
+        mesh=mesh,
         to=text,
         since=_moment(given, "since"),
         until=_moment(given, "until"),
@@ -93,18 +98,18 @@ def _moment(options: Mapping[str, str], name: str) -> datetime | None:
         return None
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError:
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         _refuse(
             name, f"the option {name} is {text!r}: use a day or a time, such as 2026-11-01 or 2026-11-01T08:00:00+01:00"
         )
-    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _count(options: Mapping[str, str], name: str) -> int | None:
     text = options.get(name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+    if not (_NUMBER.fullmatch(text) and 0 < int(text) < 2**31):
         _refuse(name, f"the option {name} is {text!r}: use a whole number, 1 or more")
     return int(text)
 
@@ -153,7 +158,8 @@ class Conditions(NamedTuple):
                     found = found._replace(**bounds)
             elif kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(found, column) is None:
                 said: dict[str, Any] = {column: value}
-                found = found._replace(**said) if column != "broker_message_id" or _is_uuid(value) else found
+                can_say = _is_uuid(value) if column == "broker_message_id" else "\0" not in value
+                found = found._replace(**said) if can_say else found
         return found
 
     def arguments(self, mesh_id: int, after: int, last: int) -> list[Any]:
