@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from broker.administration import path_mesh
@@ -47,13 +48,7 @@ class DeadLetters:
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters`: never a payload."""
         query = decode_query(request, LettersQuery)
-        wanted = LetterFilter(
-            subject=query.subject,
-            reason=query.reason,
-            consumer=query.consumer,
-            error=query.error,
-            older_than_seconds=query.older_than_seconds,
-        )
+        wanted = msgspec.convert(query, LetterFilter, from_attributes=True)
         async with self._opened(request, own_mesh(request[PRINCIPAL], query.mesh)) as (letters, unread):
             found, next_cursor = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
         return _page(found, next_cursor, unread)

@@ -29,6 +29,7 @@ from postroom._wire.message import (
     refuse_duplicate_keys,
     refuse_too_many_values,
 )
+from postroom.chassis.postgres import uuid_of
 from postroom.errors import InvalidMessage, Problem
 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
@@ -227,8 +228,8 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         _mentions(meta),
         None if checked.destination.kind == "dm" else msgspec.Raw(encoded),
         _event_version(checked.destination.kind, meta),
-        _uuid(meta.get("correlation_id")),
-        _uuid(meta.get("causation_id")),
+        uuid_of(meta.get("correlation_id")),
+        uuid_of(meta.get("causation_id")),
     )
 
 
@@ -248,14 +249,6 @@ def _mentions(meta: dict[str, Any]) -> list[str]:
         return sorted(set(msgspec.convert(meta["mentions"], _Mentions)))
     except msgspec.ValidationError as error:
         refuse("invalid_mention", f"meta.mentions is not a list of members: {error}", "meta.mentions")
-
-
-def _uuid(value: Any) -> UUID | None:
-    """Return the UUID that `value` is, if it is one: other things kept there are the sender's own, and stay in meta."""
-    try:
-        return UUID(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:

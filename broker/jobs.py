@@ -21,8 +21,8 @@ from postroom._wire.jobs import (
     StartedJob,
     StartJob,
 )
-from postroom._wire.nouns import CHANGES, Result
-from postroom.chassis.postgres import Connection
+from postroom._wire.nouns import CHANGES, Result, invalid_cursor
+from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
@@ -75,7 +75,7 @@ class Jobs:
         """`GET /v1/jobs`."""
         query = decode_query(request, JobsQuery)
         principal = request[PRINCIPAL]
-        wanted = JobFilter(flow=query.flow, state=query.state, older_than_seconds=query.older_than_seconds)
+        wanted = msgspec.convert(query, JobFilter, from_attributes=True)
         async with self._database.read(principal.whose) as connection:
             jobs, next_cursor = await _page(
                 connection, wanted, any_mesh(principal, query.mesh), query.cursor, query.limit
@@ -84,10 +84,8 @@ class Jobs:
 
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs/{id}`: with its tree."""
-        try:
-            job = UUID(request.match_info["id"])
-        except ValueError:
-            raise InvalidMessage.of("invalid_request", "a job's id is a UUID", field="id") from None
+        if (job := uuid_of(request.match_info["id"])) is None:
+            raise InvalidMessage.of("invalid_request", "a job's id is a UUID", field="id")
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             found = await show_job(connection, job)
         if any_mesh(request[PRINCIPAL], None) not in (None, found.job.mesh):
@@ -160,9 +158,7 @@ async def _page(
         try:
             after = _EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
         except (ValueError, OverflowError):
-            raise InvalidMessage.of(
-                "invalid_cursor", "that cursor is not one of a list of jobs: begin again without one", field="cursor"
-            ) from None
+            raise invalid_cursor() from None
     found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
     if len(found) <= limit:
         return found, None

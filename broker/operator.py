@@ -147,18 +147,8 @@ class OperatorLog:
         """`GET /v1/operator_log`: who operates one mesh sees the lines of that alone."""
         query = decode_query(request, LogQuery)
         mesh = any_mesh(request[PRINCIPAL], query.mesh)
-        wanted = (
-            query.noun,
-            query.verb,
-            query.actor,
-            query.key,
-            query.since,
-            query.cursor,
-            query.limit + 1,
-            mesh,
-            OF_MESH,
-        )
+        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            rows = await connection.fetch(QUERIES["list_operations"], *wanted)
+            rows = await connection.fetch(QUERIES["list_operations"], *wanted, mesh, OF_MESH)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
         return json_response(LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None))

@@ -31,7 +31,7 @@ from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.spark import SparkTask, partition_id
 from postroom._wire.sql import load_queries
 from postroom._wire.trace import NAME, REPAIRED, TRACEPARENT, Outcome, compose, help_for, steps_of
-from postroom.chassis.postgres import Connection
+from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import replay_id
 from postroom.delivery.subjects import parse_subject
@@ -217,7 +217,7 @@ class _Telling(Draft):
         Return the messages that they caused, and those that caused them.
         """
         contexts = dict(wanted)
-        uuids = list(filter(None, map(_uuid, wanted)))
+        uuids = list(filter(None, map(uuid_of, wanted)))
         found = await self._connection.fetch(QUERIES["find_messages"], list(wanted), uuids, self._meshes, self._reader)
         for row in found:
             contexts.pop(row["client_message_id"], None)
@@ -374,7 +374,7 @@ class _Telling(Draft):
 
         Return the messages that belong to what was told, each with its context.
         """
-        uuid = _uuid(name)
+        uuid = uuid_of(name)
         job = None if uuid is None else await self._connection.fetchval(QUERIES["find_job"], uuid)
         if job is not None:
             return await self._tell_activities(job, None, [])
@@ -488,10 +488,3 @@ def _branch(by_id: Mapping[UUID, Activity], concerned: Iterable[UUID]) -> Iterat
             seen.add(above)
             yield by_id[above]
             above = by_id[above].parent
-
-
-def _uuid(text: str) -> UUID | None:
-    try:
-        return UUID(text)
-    except ValueError:
-        return None

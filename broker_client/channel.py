@@ -5,7 +5,6 @@ or broken off raises `RequestFailed`. Neither the token nor a message's payload 
 The token is in a file that is read again when it changes.
 """
 
-import ssl
 import stat
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Final, NamedTuple, Self
 
 from broker_client.settings import BrokerClientSettings
 from postroom._wire.connections import Pool, url_dial
-from postroom._wire.http import Garbled, Site, Unreachable, lines_of
+from postroom._wire.http import Garbled, Site, Unreachable
+from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.errors import Unavailable
@@ -127,21 +127,8 @@ class Channel:
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
-        self._tls: ssl.SSLContext | None = None
-        if settings.ca_file is not None:
-            try:
-                self._tls = ssl.create_default_context(cafile=settings.ca_file)
-            except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
-                raise Fatal(
-                    Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}; check that file"
-                ) from error
-        always = {
-            "Host": site.authority,
-            "User-Agent": "postroom-daemon",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",
-        }
-        self._path, self._always = site.prefix, lines_of(always.items())
+        self._tls = trusting(settings.ca_file, "broker.ca_file")
+        self._path, self._always = site.prefix, site.lines("postroom-daemon")
         self._pool: Pool | None = None
 
     async def close(self) -> None:

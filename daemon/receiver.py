@@ -25,7 +25,7 @@ from postroom._wire.administration import HistoryMessage, HistoryQuery
 from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
-from postroom.chassis.runtime import end, in_step
+from postroom.chassis.runtime import end, in_step, within
 from postroom.claims import DONE, Dead
 from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.dead_letters import StreamLetters
@@ -190,9 +190,7 @@ class Receiver:
     async def _watch(self, inbox: Inbox) -> None:
         """Raise once the file has failed, or the token speaks for somebody else."""
         while not inbox.failed.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(in_step(_LOOK_SECONDS)):
-                    await inbox.failed.wait()
+            await within(in_step(_LOOK_SECONDS), inbox.failed)
             if self._member is not None and self._member != await self._whom():
                 raise unavailable("the broker's token now belongs to another member")
         raise Broken("the inbox file failed: it is opened again, and set aside if it is damaged")

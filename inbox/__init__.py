@@ -18,6 +18,7 @@ import structlog
 
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.ids import new_id, now_ms
+from postroom._wire.nouns import invalid_cursor
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.sqlite import is_full
@@ -314,13 +315,6 @@ def unavailable(reason: str) -> TryAgain:
 def broken(path: Path, error: Exception) -> Broken:
     """Say that the file failed."""
     return Broken(f"{path} failed: {error}")
-
-
-def invalid_cursor() -> InvalidMessage:
-    """Refuse a cursor that no page gave."""
-    return InvalidMessage.of(
-        "invalid_cursor", "the cursor is not one that a list returned: begin again without one", field="cursor"
-    )
 
 
 def invalid_event_id() -> InvalidMessage:

@@ -39,6 +39,7 @@ from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import within
 from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError
 
@@ -195,8 +196,7 @@ class Outbox(reading.Reader):
         """Return once each of the rows is done, dead or aborted, or after `timeout` seconds."""
         with self._watchers.watch(*row_ids) as settled:
             self._watchers.settled(await self.settled_of(row_ids))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(settled.wait(), timeout)
+            await within(timeout, settled)
 
     # Relaying
 
@@ -281,8 +281,7 @@ class Outbox(reading.Reader):
         """Return when a row may be due, as it was written or its time came; after `timeout` seconds at the latest."""
         if self._next_due is not None:
             timeout = min(timeout, max(0.0, (self._next_due - self._clock()) / 1000))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._work.wait(), timeout)
+        await within(timeout, self._work)
 
     async def set_relay_control(
         self,

@@ -87,6 +87,11 @@ class Site(NamedTuple):
             quote(parts.path, safe="/%!$&'()*+,;=:@~").rstrip("/"),
         )
 
+    def lines(self, agent: str) -> str:
+        """Format the header lines of every request of a program called `agent`, whose answers are JSON as it is."""
+        accepts = "Accept: application/json\r\nAccept-Encoding: identity\r\n"
+        return f"Host: {self.authority}\r\nUser-Agent: {agent}\r\n{accepts}"
+
 
 def lines_of(headers: Iterable[tuple[str, str]]) -> str:
     """Format header lines; raises `ValueError` for a value that would make two of one."""

@@ -21,7 +21,7 @@ import msgspec
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.moment import Moment, check_moments
 from postroom._wire.operations import Reason
-from postroom.errors import Conflict, Problem
+from postroom.errors import Conflict, InvalidMessage, Problem
 
 Q = TypeVar("Q", bound=msgspec.Struct)  # a query
 P = TypeVar("P", bound=msgspec.Struct)  # a page of things
@@ -107,6 +107,12 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
     at: type[msgspec.Struct] | None = None
     log: type[L] = _NONE
     counts: type[C] = _NONE
+
+
+def invalid_cursor() -> InvalidMessage:
+    """Refuse a cursor that no list gave."""
+    detail = "the cursor is not one that a list returned: begin again without one"
+    return InvalidMessage.of("invalid_cursor", detail, field="cursor")
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -7,6 +7,7 @@ inside a value is marked with `SECRET`.
 """
 
 import os
+import ssl
 import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -112,6 +113,14 @@ def state_home(variable: str, environ: Mapping[str, str]) -> Path:
     if home := environ.get("HOME"):
         return Path(home) / ".local" / "state" / "postroom"
     raise Fatal(Exit.CONFIG, f"HOME is not set: set state_directory ({variable})")
+
+
+def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
+    """Return what trusts the authorities in a file alone, None without one; raises `Fatal` (78) naming `setting`."""
+    try:
+        return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
+        raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {error}; check that file") from error
 
 
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:

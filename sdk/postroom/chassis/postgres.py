@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, TypeAlias
+from uuid import UUID
 
 import asyncpg
 import structlog
@@ -71,6 +72,14 @@ _SENTENCES: Final[Mapping[Exit, str]] = {
     Exit.NOT_PERMITTED: "the role of database_url lacks the permission for this: grant it",
     Exit.FAILED: "the database refused",
 }
+
+
+def uuid_of(text: object) -> UUID | None:
+    """Return the UUID that a text is; None for what is none."""
+    try:
+        return UUID(text) if isinstance(text, str) else None
+    except ValueError:
+        return None
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:

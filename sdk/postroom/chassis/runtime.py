@@ -138,6 +138,14 @@ def in_step(seconds: float) -> float:
     return seconds if seconds < _STEP_SECONDS else (now + seconds) // _STEP_SECONDS * _STEP_SECONDS - now
 
 
+async def within(seconds: float, event: asyncio.Event) -> bool:
+    """Wait for an event, `seconds` at most; return whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
 def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
     """Return the sockets that the service manager opened for this process, in order; usually none."""
     count = environ.get("LISTEN_FDS")

@@ -7,7 +7,6 @@ they are kept, watched, counted, and stopped.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from contextlib import suppress
 from dataclasses import astuple
 from typing import Final, Generic, TypeVar
 
@@ -17,7 +16,7 @@ from nats.js import JetStreamContext
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS
-from postroom.chassis.runtime import end
+from postroom.chassis.runtime import end, within
 from postroom.delivery.consumer import Consumer, ConsumerCounters
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.nats import connect
@@ -109,8 +108,7 @@ class Consumers(ABC, Generic[Key, Kept]):
                 except _PASSING as error:
                     self._unseen = f"{type(error).__name__}: {error}"
                     _log.warning("consumers_not_looked_after", of=self._name, error=self._unseen)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), self._check_seconds)
+                await within(self._check_seconds, self._stop)
         finally:
             await asyncio.gather(*(self.end(key) for key in list(self.running)))
             await connection.close()

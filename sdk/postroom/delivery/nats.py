@@ -14,7 +14,6 @@ here through a real server.
 
 import asyncio
 import re
-import ssl
 import stat
 from base64 import b64encode
 from datetime import timedelta
@@ -27,6 +26,7 @@ from nats.errors import ProtocolError
 from nats.js import JetStreamContext
 from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, CRLF_SIZE, Parser
 
+from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.errors import from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
@@ -62,12 +62,7 @@ async def connect(
     """
     client = NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
-    trust = None
-    if settings.ca_file is not None:
-        try:
-            trust = ssl.create_default_context(cafile=settings.ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise Fatal(Exit.CONFIG, f"cannot read the authorities in {settings.ca_file}: {error}") from error
+    trust = trusting(settings.ca_file, "nats.ca_file")
     try:
         async with asyncio.timeout(patience):
             await client.connect(

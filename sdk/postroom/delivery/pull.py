@@ -23,7 +23,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.words import counted
-from postroom.chassis.runtime import in_step
+from postroom.chassis.runtime import in_step, within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
@@ -99,9 +99,10 @@ class Pull:
             if self.sure:
                 await self._ask(inbox)
                 await self._watch()
-                await self._pause(in_step(TICK_SECONDS))
-            elif not await self._look():
-                await self._pause(RETRY_SECONDS)
+                if await within(in_step(TICK_SECONDS), self._wake):
+                    self._wake.clear()
+            elif not await self._look() and await within(RETRY_SECONDS, self._wake):
+                self._wake.clear()
         await self.stop()  # whoever runs it closes the connection then
 
     async def stop(self) -> None:
@@ -249,14 +250,6 @@ class Pull:
                 return
             _log.info("pull_ended", consumer=self._settings.durable, status=status, reason=headers.get("Description"))
             self._doubt = True  # the loop looks at its next tick, so that a refusal is not repeated at full speed
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
 
 
 def _now() -> float:

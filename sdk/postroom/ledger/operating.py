@@ -14,7 +14,6 @@ gone is acknowledged, as for any that there is not.
 
 import asyncio
 import time
-from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -37,7 +36,7 @@ from postroom._wire.digits import (
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since, uuid_of
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
@@ -103,7 +102,7 @@ async def find_jobs(
     """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, from behind one on."""
     bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids, wanted.older_than_seconds
     rows = await connection.fetch(QUERIES["find_jobs"], *bounds)
-    return [_job(row, row["unknown"]) for row in rows]
+    return [Job(**dict(row)) for row in rows]
 
 
 async def count_jobs(connection: Connection) -> JobCounts:
@@ -123,7 +122,7 @@ async def show_job(connection: Connection, job: UUID) -> JobTree:
         log = await connection.fetch(QUERIES["find_log"], job)
     steps = [_activity(each, row["state"]) for each in activities]
     return JobTree(
-        job=_job(row, sorted({step.name for step in steps if step.state == "unknown"})),
+        job=Job(**dict(row), unknown=sorted({step.name for step in steps if step.state == "unknown"})),
         activities=steps,
         log=[JobNote(**dict(each)) for each in log],
     )
@@ -196,11 +195,7 @@ async def find_message(connection: Connection, message: str) -> list[JobMessage]
     head, slash, epoch = known.rpartition("/")
     if slash and epoch.isdecimal():
         known = head
-    try:
-        activity = UUID(known)
-    except ValueError:
-        activity = None
-    rows = await connection.fetch(QUERIES["find_message"], known, activity)
+    rows = await connection.fetch(QUERIES["find_message"], known, uuid_of(known))
     if not rows:
         raise unknown_message(message)
     return [
@@ -251,20 +246,6 @@ def unknown_message(message: str) -> NotFound:
         "entered with it; `postroom jobs show` takes the id of a job"
     )
     return NotFound.of("message_missing", detail)
-
-
-def _job(row: asyncpg.Record, unknown: Sequence[str]) -> Job:
-    return Job(
-        id=row["id"],
-        mesh=row["context"],
-        flow=row["flow"],
-        state=row["state"],
-        open=row["semaphore"],
-        started_at=row["started_at"],
-        ended_at=row["ended_at"],
-        error=row["error"],
-        unknown=list(unknown),
-    )
 
 
 def _activity(row: asyncpg.Record, job_state: str) -> Activity:

@@ -6,7 +6,8 @@
 -- The newest $4 jobs of the context $1, the flow $2 and the state $3, behind the job $6 that was started at $5, of those with
 -- the ids $7, started more than $8 seconds ago, each of which may be null; of each that has not ended also the activities that
 -- wait for a worker which has them.
-SELECT id, context, flow, state, semaphore, started_at, ended_at, error, CASE WHEN state IN ('running', 'closed') THEN ARRAY(
+SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error,
+  CASE WHEN state IN ('running', 'closed') THEN ARRAY(
   SELECT DISTINCT activity.name
   FROM ledger.set_aside JOIN ledger.activity ON activity.id = set_aside.activity_id
   WHERE activity.job_id = job.id
@@ -31,7 +32,7 @@ SELECT
 
 -- name: find_job
 -- The job $1, as `find_jobs` has it without what waits.
-SELECT id, context, flow, state, semaphore, started_at, ended_at, error FROM ledger.job WHERE id = $1;
+SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error FROM ledger.job WHERE id = $1;
 
 -- name: has_meshes
 -- Whether the broker's tables are in this database.

@@ -11,6 +11,7 @@ An entry leases its message to the caller, for `lease`. A step of a lease that r
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from operator import itemgetter
 from typing import Final, NamedTuple
 from uuid import UUID, uuid4
 
@@ -23,6 +24,9 @@ from postroom.claims import Claim, Key
 from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 
 QUERIES: Final = load_queries("postroom.ledger")
+# what an entry returns of a leg, in the order of the leg's fields behind its claim
+_LEG1: Final = itemgetter("job_id", "context", "name", "request", "ledger", "attempt", "last_error", "trace")
+_LEG2: Final = itemgetter("job_id", "context", "name", "activity_ledger", "ledger", "attempt", "last_error", "trace")
 
 
 class Start(NamedTuple):
@@ -144,18 +148,8 @@ async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, m
     owner, started = uuid4(), time.monotonic()
     found = await connection.fetchrow(QUERIES["enter_leg1"], activity, owner, lease, most)
     row = _done(found, activity, step="leg 1", needs="nothing")
-    return Leg1(
-        activity,
-        _claim((str(activity),), owner, row, started + lease.total_seconds()),
-        row["job_id"],
-        row["context"],
-        row["name"],
-        row["request"],
-        row["ledger"],
-        row["attempt"],
-        row["last_error"],
-        row["trace"],
-    )
+    claim = _claim((str(activity),), owner, row, started + lease.total_seconds())
+    return Leg1(activity, claim, *_LEG1(row))
 
 
 async def complete_leg1(connection: Connection, leg1: Leg1, request: Request | None = None) -> int:
@@ -199,19 +193,8 @@ async def enter_leg2(
         answer.traceparent,
     )
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
-    return Leg2(
-        activity,
-        guid,
-        _claim((str(activity), guid), owner, row, started + lease.total_seconds()),
-        row["job_id"],
-        row["context"],
-        row["name"],
-        row["activity_ledger"],
-        row["ledger"],
-        row["attempt"],
-        row["last_error"],
-        row["trace"],
-    )
+    claim = _claim((str(activity), guid), owner, row, started + lease.total_seconds())
+    return Leg2(activity, guid, claim, *_LEG2(row))
 
 
 async def spawn(

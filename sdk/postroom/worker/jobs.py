@@ -21,7 +21,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Pool, uuid_of
 from postroom.claims import DONE, Dead, Later, Outcome
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
 from postroom.delivery.consumers import Consumers
@@ -181,12 +181,7 @@ def _said(data: bytes) -> Any:
 
 def _uuid(text: Any) -> UUID | None:
     """Return the request that a message id names, also where it was published again or replayed."""
-    if not isinstance(text, str):
-        return None
-    try:
-        return UUID(text.partition("~")[0].partition("/")[0])
-    except ValueError:
-        return None
+    return uuid_of(text.partition("~")[0].partition("/")[0]) if isinstance(text, str) else None
 
 
 class JobHandler:

@@ -17,6 +17,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
+from postroom.chassis.runtime import within
 from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
@@ -87,8 +88,7 @@ class Upkeep:
                     await self._round()
             except (PostroomError, *POSTGRES_ERRORS) as error:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
+            await within(self._config.record.check_seconds, self._wake)
 
     async def durables(self) -> Sequence[Durable]:
         """Return how far the durable consumers of all meshes are, of at most ten seconds ago.

@@ -27,6 +27,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.dead_letters import Act, DeadLetter, Letter, LetterCause, LetterFilter, LetterNote, common_error
+from postroom._wire.nouns import invalid_cursor
 from postroom.chassis.postgres import Connection
 from postroom.delivery.dead_letters import (
     QUERIES,
@@ -50,7 +51,7 @@ from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
 from postroom.delivery.streams import all_streams, covers
 from postroom.delivery.subjects import dead_letter_subject, stream_name
-from postroom.errors import InvalidMessage, PostroomError
+from postroom.errors import PostroomError
 
 _ROWS: Final = 500  # letters of the record that are read at once
 _TOGETHER: Final = 50  # letters that are settled in one transaction, and whose payloads are in memory meanwhile
@@ -412,9 +413,7 @@ def _place(cursor: str) -> tuple[datetime, bool, int]:
             return _EPOCH + int(place[1]) * _MICROSECOND, place[2] == "1", int(place[3])
     except OverflowError:
         pass
-    raise InvalidMessage.of(
-        "invalid_cursor", "that cursor is not one of a list: begin again without one", field="cursor"
-    )
+    raise invalid_cursor()
 
 
 def replay_id(letter: DeadLetter) -> str:

@@ -29,6 +29,7 @@ import msgspec
 from postroom._wire.connections import Pool, default_tls
 from postroom._wire.http import Site, Unreachable, lines_of
 from postroom._wire.retry import read_retry_after, tell
+from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.claims import DONE, Dead, Outcome
@@ -107,16 +108,10 @@ class HandlerClient:
         self.format = settings.format
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
-        tls = _tls_context(settings.ca_file)
+        tls = trusting(settings.ca_file, "handler.ca_file")
         self._dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
         self._pool: Pool | None = None
-        always = {
-            "Host": site.authority,
-            "User-Agent": "postroom-consumer",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",
-        }
-        self._head = f"POST {target} HTTP/1.1\r\n{lines_of(always.items())}"
+        self._head = f"POST {target} HTTP/1.1\r\n{site.lines('postroom-consumer')}"
         # All that comes before a request is sent, the look-up of a name too.
         self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
@@ -201,15 +196,6 @@ def _place_of(url: str) -> tuple[Site, str]:
         pass
     rule = "give the handler's address as http[s]://host[:port]/path, without user or fragment"
     raise Fatal(Exit.CONFIG, f"handler.url: {rule}")
-
-
-def _tls_context(ca_file: Path | None) -> ssl.SSLContext | None:
-    if ca_file is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
-        raise Fatal(Exit.CONFIG, f"handler.ca_file: cannot use {ca_file}: {error}") from error
 
 
 def _reason(status: int, content: bytes) -> str:

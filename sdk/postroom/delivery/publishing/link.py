@@ -19,7 +19,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import datetime, timedelta
 from secrets import token_hex
 from typing import Final, NamedTuple, Self
@@ -31,6 +30,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamInfo
 
+from postroom.chassis.runtime import within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
 from postroom.delivery.publishing import Outgoing, Place
@@ -402,8 +402,7 @@ class Link:
                     break
             deadline = clock() + self._ack_seconds
             while not self.broken and not batch.complete.is_set() and (left := deadline - clock()) > 0:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(batch.complete.wait(), min(left, _LOOK_SECONDS))
+                await within(min(left, _LOOK_SECONDS), batch.complete)
         finally:
             self._batches.remove(batch)  # a late answer is nobody's
         return batch.answers

@@ -24,7 +24,6 @@ One case remains: a server that refuses one message for want of space and then t
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
@@ -34,7 +33,7 @@ import structlog
 from postroom._wire import spans
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
-from postroom.chassis.runtime import in_step
+from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.publishing.link import Link, read_holes
@@ -130,11 +129,9 @@ class Publisher:
                 self.counters.trouble = error
                 pause, moved, pausing = _TROUBLE_SECONDS, 0, self._stop  # waking it changes nothing
             if moved < _MANY:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(pausing.wait(), in_step(pause))
+                await within(in_step(pause), pausing)
                 if moved and (early := began + self._apart - clock()) > 0:
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._stop.wait(), early)
+                    await within(early, self._stop)
 
     def wake(self) -> None:
         """Have it look now: rows were committed. What comes while a batch is under way goes together in the next."""
