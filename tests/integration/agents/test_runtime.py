@@ -1,6 +1,7 @@
 """The runtime on a real JetStream and a real store: each message once, with what it causes; what is wrong is told."""
 
 import asyncio
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.waiting import until_so
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Outcome
-from postroom.delivery.agents.store import TurnInput, TurnQuery
+from postroom.delivery.agents.store import Key, TurnInput
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
 
@@ -348,10 +349,10 @@ async def test_a_turn_takes_about_as_many_messages_as_it_can_handle(context: Con
         store: Any = running.runtime._store
         look = store.read_turn
 
-        async def counted(wanted: TurnQuery) -> TurnInput:
+        async def counted(keys: Sequence[Key], *rest: Any) -> TurnInput:
             nonlocal asked
-            asked += len(wanted.keys)
-            found: TurnInput = await look(wanted)
+            asked += len(keys)
+            found: TurnInput = await look(keys, *rest)
             return found
 
         store.read_turn = counted

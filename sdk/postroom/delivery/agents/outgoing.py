@@ -29,7 +29,7 @@ from postroom._wire.dead_letters import DeadLetter
 from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
-from postroom.delivery.agents.store import Losses, Mark, Owner, Store, Stored, decode_record, durably, payload_of
+from postroom.delivery.agents.store import Mark, Owner, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters import LETTER, letter_id
 from postroom.delivery.nats import connection_of, end_if_cancelled
@@ -161,12 +161,8 @@ class StoreSource:
 
     async def requeue_lost(self, search: Search) -> int:
         """Make unpublished what a stream has lost; what is gone by age loses its place, to be looked at once."""
-        since, until = ((moment - EPOCH) // _MILLISECOND for moment in (search.since, search.until))
-        place = search.stream, to_microseconds(search.created_at)
         async with self._turns.turn():
-            lost = await durably(
-                partial(self._store.requeue_lost, Losses(search.loss, *place, search.bound, since, until))
-            )
+            lost = await durably(partial(self._store.requeue_lost, search))
         self._counters.lost += lost
         return lost
 
@@ -180,10 +176,10 @@ class StoreSource:
         """Forget where what is no longer in a work queue was: it was handled, and is not lost with the queue."""
         queues = [stream for stream in link.streams.pictures if stream.work_queue]
         self._work_queues = frozenset(stream.name for stream in queues)
-        now = self._clock()
+        now = await self.now()
         for stream in queues:
             place = stream.name, to_microseconds(stream.created_at)
-            handled = Losses("before_the_beginning", *place, stream.first_sequence, now, now)
+            handled = Search("before_the_beginning", stream.name, stream.created_at, stream.first_sequence, now, now)
             async with self._turns.turn():
                 await durably(partial(self._store.requeue_lost, handled))
             if 0 < stream.holes <= MOST_HOLES and await self._store.has_place(*place):

@@ -11,7 +11,6 @@ nothing for an id that it does not know.
 """
 
 import sqlite3
-import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.ids import now_ms
 from postroom._wire.retry import tell
 from postroom._wire.trace import Step, Story, Wait, compose
 from postroom.agent import Agent
@@ -289,8 +289,7 @@ async def republish(database: Path, since: datetime, *, reason: str, dry_run: bo
             try:
                 if dry_run:
                     return len(await store.published_since(moment))
-                now = time.time_ns() // 1_000_000
-                return await store.requeue_since(moment, now=now, actor=this_user(), reason=reason)
+                return await store.requeue_since(moment, now=now_ms(), actor=this_user(), reason=reason)
             finally:
                 await store.close()
     finally:

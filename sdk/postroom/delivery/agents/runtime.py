@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +26,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.ids import now_ms
 from postroom._wire.retry import tell
 from postroom.agent import Agent, InvalidAgent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
@@ -55,7 +55,6 @@ from postroom.delivery.agents.store import (
     Store,
     Tried,
     TurnInput,
-    TurnQuery,
     durably,
     encode_record,
     next_hash,
@@ -147,7 +146,7 @@ class AgentRuntime:
         workspace: str,
         settings: AgentSettings,
         attempts: Attempts,
-        clock: Clock = lambda: time.time_ns() // 1_000_000,
+        clock: Clock = now_ms,
     ) -> Self:
         """Open the agent's store in `directory` and build its state.
 
@@ -256,7 +255,7 @@ class AgentRuntime:
                 keys.append((idempotency_key(job.delivery), scope.workspace or "", scope.tenant or ""))
             entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
             message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
-            given = await self._store.read_turn(TurnQuery(keys, entities, message_ids, self._memory.position))
+            given = await self._store.read_turn(keys, entities, message_ids, self._memory.position)
             try:  # to apply what another process of this agent has stored since
                 self._memory = rebuild(self._agent, self._memory, given.news)
             except Differs as difference:

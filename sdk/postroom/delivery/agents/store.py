@@ -30,7 +30,8 @@ from postroom.agent import Envelope
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema, exit_after, is_full
-from postroom.delivery.publishing import Placed
+from postroom.delivery.agents.envelopes import to_microseconds
+from postroom.delivery.publishing import Placed, Search
 from postroom.errors import InvalidMessage
 
 _log = structlog.get_logger(__name__)
@@ -159,17 +160,6 @@ class Mark(NamedTuple):
     sequence: int
 
 
-class Losses(NamedTuple):
-    """A look for what a stream has lost; times of messages are ms since the epoch."""
-
-    loss: Literal["of_another_stream", "behind_the_end", "before_the_beginning"]
-    stream: str
-    created_at: int  # µs since the epoch
-    number: int  # the stream's last, or first
-    since: int  # what was published before is gone by age
-    until: int  # what was published after may not be there yet
-
-
 class Attempt(NamedTuple):
     """A failed attempt at a message: which one it was, and why it failed."""
 
@@ -199,15 +189,6 @@ class Changes(NamedTuple):
     def none(self) -> bool:
         """Whether there is nothing to write."""
         return not (self.events or self.failed or self.handled)
-
-
-class TurnQuery(NamedTuple):
-    """What a turn asks about; `after` is the position that it knows already."""
-
-    keys: Sequence[Key]
-    entities: Sequence[str]
-    message_ids: Sequence[str]
-    after: int
 
 
 class TurnInput(NamedTuple):
@@ -244,9 +225,22 @@ class Store:
         """Call a function that reads on the connection's thread; return what it returns."""
         return await self._file.run(read)
 
-    async def read_turn(self, wanted: TurnQuery) -> TurnInput:
-        """Find out in one step what a turn has to know."""
-        return await self._file.run(partial(_read_turn, wanted))
+    async def read_turn(
+        self, keys: Sequence[Key], entities: Sequence[str], message_ids: Sequence[str], after: int
+    ) -> TurnInput:
+        """Find out in one step what a turn has to know that knows everything up to the position `after`."""
+
+        def read(db: sqlite3.Connection) -> TurnInput:
+            head = read_head(db)
+            return TurnInput(
+                head,
+                list(read_events(db, after)) if head.position > after else [],
+                {index: (position, role) for index, position, role in _among(db, "find", keys)},
+                dict(_among(db, "versions", entities)),
+                {message_id: Tried(*tried) for message_id, *tried in _among(db, "attempts", message_ids)},
+            )
+
+        return await self._file.run(read)
 
     async def append(self, changes: Changes) -> None:
         """Commit events, the versions and the position that follow from them, and attempts: all or nothing."""
@@ -279,7 +273,7 @@ class Store:
         work = partial(_keep_letter, (letter_id, subject, record))
         return await self._file.write(work, len(record) + _EVENT_BYTES)
 
-    async def requeue_lost(self, search: Losses) -> int:
+    async def requeue_lost(self, search: Search) -> int:
         """Make unpublished what a stream has lost; return how many messages that are."""
         found = await self._file.run(partial(_find_lost, search))
         if not any(found):
@@ -375,17 +369,6 @@ def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
         )
 
 
-def _read_turn(wanted: TurnQuery, db: sqlite3.Connection) -> TurnInput:
-    head = read_head(db)
-    return TurnInput(
-        head,
-        list(read_events(db, wanted.after)) if head.position > wanted.after else [],
-        {index: (position, role) for index, position, role in _among(db, "find", wanted.keys)},
-        dict(_among(db, "versions", wanted.entities)),
-        {message_id: Tried(*tried) for message_id, *tried in _among(db, "attempts", wanted.message_ids)},
-    )
-
-
 def _among(db: sqlite3.Connection, query: str, wanted: Sequence[object]) -> list[tuple[Any, ...]]:
     return db.execute(QUERIES[query], (_encode(wanted).decode(),)).fetchall() if wanted else []
 
@@ -411,12 +394,14 @@ def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stor
     return row and Stored(*row)
 
 
-def _find_lost(search: Losses, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
+def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
     """Return the positions of what is lost, and of what is gone by age."""
     lost: list[int] = []
     old: list[int] = []
-    for position, published_at in db.execute(QUERIES[f"find_{search.loss}"], search._asdict()):
-        (lost if published_at > search.since else old).append(position)
+    created_at, since, until = map(to_microseconds, (search.created_at, search.since, search.until))
+    values = {"stream": search.stream, "created_at": created_at, "number": search.bound, "until": until // 1000}
+    for position, published_at in db.execute(QUERIES[f"find_{search.loss}"], values):
+        (lost if published_at > since // 1000 else old).append(position)
     return lost, old
 
 
