@@ -15,9 +15,8 @@ import hmac
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -27,6 +26,7 @@ from aiohttp import web
 from broker.database import QUERIES, Database, unavailable_as_503
 from postroom._wire.administration import CallerRole
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.grouped import Grouped
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted
 
@@ -143,7 +143,8 @@ class Authentication:
     def __init__(
         self, database: Database, admin_token: bytes | None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._callers = _Callers(database)
+        self._tokens = database.tokens
+        self._callers = Grouped(self._find, _LOOK_UP_TOKENS, together=True)
         self._refusals = _Refusals(monotonic)
         self._admin_token = admin_token
         self._monotonic = monotonic
@@ -190,7 +191,7 @@ class Authentication:
             return ADMINISTRATOR
         until, caller = self._remembered.get(token, (0.0, None))
         if caller is not None or until <= self._monotonic():
-            caller = await self._callers.find(token)
+            caller = await self._callers(token)
             if len(self._remembered) >= _CACHE_ENTRIES:
                 self._remembered.clear()
             self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, caller)
@@ -198,41 +199,15 @@ class Authentication:
             raise _nobodys()
         return caller
 
-
-class _Callers:
-    """Members and operators by their tokens. While one query is under way, look-ups gather for the next one."""
-
-    def __init__(self, database: Database) -> None:
-        self._pool = database.tokens
-        self._asked: dict[bytes, asyncio.Future[Principal | None]] = {}
-        self._asking: asyncio.Task[None] | None = None
-
-    async def find(self, token: bytes) -> Principal | None:
-        """Return the one whose token it is now; raises `TryAgain` while Postgres does not answer."""
-        answer = self._asked.setdefault(token, asyncio.get_running_loop().create_future())
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask(), name="token-look-ups")
-        return await asyncio.shield(answer)
-
-    async def _ask(self) -> None:
-        while asked := dict(islice(self._asked.items(), _LOOK_UP_TOKENS)):
-            for token in asked:
-                del self._asked[token]
-            try:
-                async with unavailable_as_503(), self._pool.acquire(timeout=CONNECT_SECONDS) as connection:
-                    members = await connection.fetch(QUERIES["find_members_by_token"], list(asked))
-                    found: dict[bytes, Principal] = {row["token_sha256"]: Member(**row) for row in members}
-                    if others := [token for token in asked if token not in found]:
-                        for token, *row in await connection.fetch(QUERIES["find_operators_by_token"], others):
-                            found[token] = Principal(name=row[0], role=row[1], mesh_id=row[2], mesh=row[3])
-            except Exception as error:  # noqa: BLE001 - each of those who asked gets it
-                for answer in asked.values():
-                    answer.set_exception(error)
-                    answer.exception()  # whoever asked may have gone
-            else:
-                for token, answer in asked.items():
-                    answer.set_result(found.get(token))
-        self._asking = None
+    async def _find(self, tokens: Sequence[bytes]) -> list[Principal | None]:
+        """Return whose the tokens are now, members' or operators'; raises `TryAgain` while Postgres does not answer."""
+        async with unavailable_as_503(), self._tokens.acquire(timeout=CONNECT_SECONDS) as connection:
+            members = await connection.fetch(QUERIES["find_members_by_token"], tokens)
+            found: dict[bytes, Principal] = {row["token_sha256"]: Member(**row) for row in members}
+            if others := [token for token in tokens if token not in found]:
+                for token, *row in await connection.fetch(QUERIES["find_operators_by_token"], others):
+                    found[token] = Principal(name=row[0], role=row[1], mesh_id=row[2], mesh=row[3])
+        return [found.get(token) for token in tokens]
 
 
 class _Refusals:

@@ -129,10 +129,10 @@ async def test_reads_that_hang_take_the_connections_of_their_own_mesh_alone(
 async def test_a_token_that_is_nobodys_is_looked_up_once_and_each_refusal_takes_its_turn(
     broker: Any, zoe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callers, refusals = broker.services.authentication._callers, broker.services.authentication._refusals
+    authentication, refusals = broker.services.authentication, broker.services.authentication._refusals
     asked, waited = [], []
-    find, wait = callers.find, refusals.wait
-    monkeypatch.setattr(callers, "find", lambda token: asked.append(token) or find(token))
+    find, wait = authentication._callers, refusals.wait
+    monkeypatch.setattr(authentication, "_callers", lambda token: asked.append(token) or find(token))
     monkeypatch.setattr(refusals, "wait", lambda request: waited.append(request) or wait(request))
     for path in ("/v1/features", "/v1/topics", "/v1/features"):
         assert (await replace(zoe, token="a-guess").get(path)).code == "invalid_token"

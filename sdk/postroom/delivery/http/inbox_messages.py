@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 import asyncpg
@@ -24,6 +24,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
+from postroom.chassis.grouped import Grouped
 from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, open_rooms, rest_since
 from postroom.claims import Claim, Ended, Outcome, State, Table
 from postroom.claims.leases import Leases
@@ -37,9 +38,6 @@ from postroom.delivery.nats import CLOCK_SKEW, end_if_cancelled
 from postroom.delivery.settings import InboxSettings
 
 _log = structlog.get_logger(__name__)
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 QUERIES: Final = load_queries(__package__)
 
@@ -103,8 +101,8 @@ class InboxMessages:
         self.consumer = consumer
         self._lease_seconds = lease_seconds
         self._claims = PostgresClaims(_TABLE, _PARTS, self._fetch)
-        self._claiming = Grouped(self._claim)
-        self._settling = Grouped(self._claims.settle)
+        self._claiming = Grouped(self._claim, _GROUP)
+        self._settling = Grouped(self._claims.settle, _GROUP)
 
     @property
     def waiting_for_postgres(self) -> bool:
@@ -152,51 +150,6 @@ class InboxMessages:
                     await asyncio.sleep(_PAUSES.seconds(failures))
         finally:
             self._waiting -= failures > 0
-
-
-class Grouped(Generic[Item, Answer]):
-    """Puts many wishes into few statements: `run` has at most `_GROUP` at once, and never runs twice at a time."""
-
-    def __init__(self, run: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]]) -> None:
-        self._run = run
-        self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
-        self._runner: asyncio.Task[None] | None = None
-
-    async def __call__(self, item: Item) -> Answer:
-        """Return what `run` made of `item`; raises what it raised."""
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, done))
-        if self._runner is None:
-            self._runner = asyncio.create_task(self._drain())
-        return await done
-
-    async def _drain(self) -> None:
-        try:
-            while self._waiting:
-                group, self._waiting = self._waiting[:_GROUP], self._waiting[_GROUP:]
-                await self._run_group(group)
-        finally:
-            self._runner = None
-
-    async def _run_group(self, group: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
-        try:
-            results = await self._run([item for item, _ in group])
-        except BaseException as error:
-            if isinstance(error, Exception) and len(group) > 1:
-                for each in group:
-                    await self._run_group([each])
-                return
-            for _, done in group:
-                if isinstance(error, asyncio.CancelledError):
-                    done.cancel()
-                elif not done.done():
-                    done.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        for (_, done), result in zip(group, results, strict=True):
-            if not done.done():  # nobody waits any more for one that was cancelled
-                done.set_result(result)
 
 
 class InboxRetention:
