@@ -6,7 +6,6 @@ Who may call is in the table of routes; which mesh a member may touch is checked
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
-from uuid import UUID
 
 from aiohttp import web
 
@@ -22,7 +21,7 @@ from broker.database import QUERIES, Database
 from broker.operator import READ, WRITE, changing
 from broker.requests import decode_body
 from postroom._wire import administration as api
-from postroom.chassis.postgres import Connection
+from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.programs import forget_daemons
@@ -32,26 +31,17 @@ MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
 
 
 class _Kind(NamedTuple):
-    """What messages may be addressed to by a name: what is asked for, a thing, things, and how they are stored."""
+    """What messages may be addressed to by a name: what is asked for, a thing, and things."""
 
     wanted: type[api.CreateTopic | api.CreateQueue]
     thing: type[Any]
     things: type[Any]
-    create: str
-    find: str
-    delete: str
 
 
 _KINDS: Final = {
-    "topic": _Kind(
-        api.CreateTopic, api.Topic, api.TopicList,
-        QUERIES["create_topic"], QUERIES["list_topics"], QUERIES["delete_topic"],
-    ),
-    "queue": _Kind(
-        api.CreateQueue, api.Queue, api.QueueList,
-        QUERIES["create_queue"], QUERIES["list_queues"], QUERIES["delete_queue"],
-    ),
-}  # fmt: skip
+    "topic": _Kind(api.CreateTopic, api.Topic, api.TopicList),
+    "queue": _Kind(api.CreateQueue, api.Queue, api.QueueList),
+}
 
 
 class Administration:
@@ -85,9 +75,7 @@ class Administration:
         """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
         slug = request.match_info["mesh"]
         async with changing(self._database, request, "delete", "mesh", slug) as connection:
-            mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
-            if mesh_id is None:
-                raise missing("mesh", slug)
+            mesh_id = await _there("mesh", slug, connection, "lock_mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = (
                     f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
@@ -122,8 +110,7 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
-            if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
-                raise missing("member", name)
+            await _there("member", name, connection, "revoke_member", mesh_id, name)
             await forget_daemons(connection, mesh, name)
         self._authentication.forget()
         return web.Response(status=204)
@@ -233,7 +220,7 @@ class Destinations:
         wanted = await decode_body(request, self._kind.wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
         async with changing(self._database, request, "create", self._noun, mesh, name) as connection:
-            row = await connection.fetchrow(self._kind.create, await _mesh_id(connection, mesh), name)
+            row = await connection.fetchrow(QUERIES[f"create_{self._noun}"], await _mesh_id(connection, mesh), name)
             if row is None:
                 raise _exists(self._noun, name)
         return json_response(self._kind.thing(mesh=mesh, **row), 201)
@@ -242,7 +229,7 @@ class Destinations:
         """`GET /v1/topics?mesh=`, say."""
         mesh = _asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
+            rows = await connection.fetch(QUERIES[f"list_{self._noun}s"], await _mesh_id(connection, mesh))
         return json_response(
             self._kind.things(**{f"{self._noun}s": [self._kind.thing(mesh=mesh, **row) for row in rows]})
         )
@@ -252,8 +239,7 @@ class Destinations:
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
-            if await connection.fetchval(self._kind.delete, mesh_id, name) is None:
-                raise missing(self._noun, name)
+            await _there(self._noun, name, connection, f"delete_{self._noun}", mesh_id, name)
         return web.Response(status=204)
 
 
@@ -286,8 +272,7 @@ class Operators:
         """`DELETE /v1/operators/{name}`: its token is worth nothing from now on, and its name stays taken."""
         name = request.match_info["name"]
         async with changing(self._database, request, "revoke", "operator", name) as connection:
-            if await connection.fetchval(QUERIES["revoke_operator"], name) is None:
-                raise missing("operator", name)
+            await _there("operator", name, connection, "revoke_operator", name)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -317,8 +302,7 @@ class Webhooks:
         secret = f"whsec_{secrets.token_urlsafe(32)}"
         async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
-            if await connection.fetchval(QUERIES["lock_topic"], topic_id) is None:
-                raise missing("topic", topic)
+            await _there("topic", topic, connection, "lock_topic", topic_id)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
             if row is None:
                 raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
@@ -343,11 +327,9 @@ class Webhooks:
             missing = NotFound.of(
                 "webhook_not_found", f"the topic has no webhook {webhook[:64]!r}: {_shown('topic webhook list', topic)}"
             )
-            try:
-                key = topic_id, UUID(webhook)
-            except ValueError:
-                raise missing from None
-            if await connection.fetchval(QUERIES["delete_webhook"], *key) is None:
+            if (key := uuid_of(webhook)) is None or not await connection.fetchval(
+                QUERIES["delete_webhook"], topic_id, key
+            ):
                 raise missing
         return web.Response(status=204)
 
@@ -369,28 +351,24 @@ def _require_self_or_admin(request: web.Request, name: str) -> None:
         )
 
 
+async def _there(noun: str, name: str, connection: Connection, query: str, *values: object) -> Any:
+    """Return what a query finds, or returns of what it changes; raises `NotFound` where that is nothing."""
+    if (found := await connection.fetchval(QUERIES[query], *values)) is None:
+        raise missing(noun, name)
+    return found
+
+
 async def _mesh_id(connection: Connection, slug: str) -> int:
-    mesh_id: int | None = await connection.fetchval(QUERIES["find_mesh"], slug)
-    if mesh_id is None:
-        raise missing("mesh", slug)
-    return mesh_id
+    return int(await _there("mesh", slug, connection, "find_mesh", slug))
 
 
 async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
-    """Return the id of a topic; raises `NotFound`."""
-    topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
-    if topic_id is None:
-        raise missing("topic", topic)
-    return topic_id
+    return int(await _there("topic", topic, connection, "find_topic", await _mesh_id(connection, mesh), topic))
 
 
 async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
-    topic_id = await _topic_id(connection, mesh, topic)
-    mesh_id = await _mesh_id(connection, mesh)
-    member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
-    if member_id is None:
-        raise missing("member", member)
-    return topic_id, member_id
+    topic_id, mesh_id = await _topic_id(connection, mesh, topic), await _mesh_id(connection, mesh)
+    return topic_id, await _there("member", member, connection, "find_active_member", mesh_id, member)
 
 
 def missing(noun: str, name: str) -> NotFound:

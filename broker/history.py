@@ -22,7 +22,6 @@ import asyncio
 import time
 from datetime import UTC, datetime
 from typing import Any, Final
-from uuid import UUID
 
 import asyncpg
 import msgspec
@@ -33,7 +32,7 @@ from broker.administration import missing
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from broker.shares import Slices
-from broker.store import Taken
+from broker.store import find_taken
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
 from postroom._wire.administration import (
     HistoryId,
@@ -45,10 +44,11 @@ from postroom._wire.administration import (
     MessagesQuery,
 )
 from postroom._wire.message import parse_destination
-from postroom.chassis.postgres import Connection
+from postroom._wire.nouns import invalid_cursor
+from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import decode_query, json_response
 from postroom.delivery.message import history_message
-from postroom.errors import Gone, InvalidMessage, NotFound, TryAgain
+from postroom.errors import Gone, NotFound, TryAgain
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
 MAX_PAGE_BYTES: Final = 2 * 1024 * 1024  # of bodies and metas: what is answered with in a millisecond or two
@@ -150,10 +150,8 @@ class History:
             "message_not_found",
             f"there is no message {text[:64]!r}, or you may not read it: look for it with `postroom trace`",
         )
-        try:
-            broker_message_id = UUID(text)
-        except ValueError:
-            raise missing from None
+        if (broker_message_id := uuid_of(text)) is None:
+            raise missing
         async with self._database.read(principal.whose) as connection:
             reading = (principal.mesh_id, _reader(principal))
             row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, *reading)
@@ -168,8 +166,7 @@ def _place(cursor: str) -> tuple[datetime, int]:
         moment, number = cursor.split("/")
         return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, HistoryId, strict=False)
     except (OverflowError, ValueError):
-        sentence = "that cursor is not one of a list of messages: begin again without one"
-        raise InvalidMessage.of("invalid_cursor", sentence, field="cursor") from None
+        raise invalid_cursor() from None
 
 
 class _Page:
@@ -217,14 +214,14 @@ class LookUp:
         """
         ids = {message.client_message_id for message in asked.messages}
         async with self._database.read(sender.whose) as connection:
-            taken = await self._find(connection, sender, ids)
+            taken = await find_taken(connection, sender.mesh_id, ids)
         if len(taken) < len(ids):
             try:
                 async with asyncio.timeout(_WAIT_SECONDS):
                     await self._accepting.until_ended(sender)
                     async with self._database.read(sender.whose) as connection:
                         await _until_written(connection)
-                        taken = await self._find(connection, sender, ids)
+                        taken = await find_taken(connection, sender.mesh_id, ids)
             except TimeoutError:
                 raise _posts_at_work("have these ids") from None
         answers = []
@@ -238,10 +235,6 @@ class LookUp:
             ).problem
             answers.append(AcceptAnswer(status=problem.status, client_message_id=name, problem=problem))
         return AcceptResponse(answers=answers)
-
-    async def _find(self, connection: Connection, sender: Member, ids: set[str]) -> dict[str, Taken]:
-        rows = await connection.fetch(QUERIES["find_accepted"], sender.mesh_id, list(ids))
-        return {row[0]: Taken(*row[1:]) for row in rows}
 
 
 async def _until_written(connection: Connection) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import structlog
 from redis.asyncio import Redis
@@ -43,13 +43,6 @@ class LimiterClosed(TryAgain):
     """Redis does not answer and `limiter.on_error` is `closed`: nothing is let through."""
 
 
-class Window(Protocol):
-    """Something that counts the ids of a window; the tests try every implementation alike."""
-
-    async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
-        """Take a unit of the mesh and of the member for each id that has none yet; `ids` holds no id twice."""
-
-
 class RedisWindow:
     """The window that all brokers share: `limiter.lua`, atomic in Redis."""
 
@@ -59,7 +52,7 @@ class RedisWindow:
         self._limits = (config.per_mesh, config.per_member, config.window_seconds)
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
-        """Run the script; raises what redis-py raises."""
+        """Take a unit of mesh and member for each id that has none yet, none of them twice; raises as redis-py does."""
         remaining_ms, *positions = await self._script(keys=[_PREFIX % mesh], args=[member, *self._limits, *ids])
         return Admission(frozenset(ids[position - 1] for position in positions), remaining_ms / 1000)
 

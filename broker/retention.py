@@ -9,7 +9,6 @@ steps take longer, it takes no more than a fifth of the time of one connection.
 import asyncio
 import time
 from datetime import timedelta
-from typing import NamedTuple
 
 import structlog
 
@@ -22,13 +21,6 @@ from postroom.delivery.durables import sweep_waiting
 from postroom.delivery.programs import sweep_minutes, sweep_programs
 
 _log = structlog.get_logger(__name__)
-
-
-class Swept(NamedTuple):
-    """What one step deleted."""
-
-    messages: int
-    ids: int
 
 
 class Sweeper:
@@ -54,8 +46,14 @@ class Sweeper:
             if not await connection.fetchval(QUERIES["lead_sweeping"]):
                 return False
             try:
-                while any(await self._timed_step(connection)):
-                    pass
+                swept = True
+                while swept:
+                    started = time.monotonic()
+                    messages, ids = await step(connection, self._config.sweep_rows, dedupe_life(self._config))
+                    self._metrics.swept_rows.labels("message").inc(messages)
+                    self._metrics.swept_rows.labels("id").inc(ids)
+                    if swept := messages + ids > 0:
+                        await rest_since(started)
                 for forget in (sweep_programs, sweep_minutes, sweep_waiting):
                     while await forget(connection, self._config.sweep_rows):
                         pass
@@ -66,17 +64,8 @@ class Sweeper:
                 await connection.reset()  # lets the lock go, which the pool itself does not
         return True
 
-    async def _timed_step(self, connection: Connection) -> Swept:
-        started = time.monotonic()
-        swept = await step(connection, self._config.sweep_rows, dedupe_life(self._config))
-        self._metrics.swept_rows.labels("message").inc(swept.messages)
-        self._metrics.swept_rows.labels("id").inc(swept.ids)
-        if any(swept):
-            await rest_since(started)
-        return swept
 
-
-async def step(connection: Connection, rows: int, id_life: timedelta | None) -> Swept:
+async def step(connection: Connection, rows: int, id_life: timedelta | None) -> tuple[int, int]:
     """Delete up to `rows` expired messages, and up to `rows` ids older than `id_life` (None: ids live for ever)."""
-    messages = await connection.fetchval(QUERIES["sweep_messages"], rows)
-    return Swept(messages, await connection.fetchval(QUERIES["sweep_ids"], rows, id_life))
+    messages: int = await connection.fetchval(QUERIES["sweep_messages"], rows)
+    return messages, await connection.fetchval(QUERIES["sweep_ids"], rows, id_life)

@@ -94,6 +94,11 @@ class Unwanted(Exception):
     """The caller gave up before the transaction; nothing was written."""
 
 
+async def find_taken(connection: Connection, mesh_id: int, ids: Iterable[str]) -> dict[str, Taken]:
+    """Return the dedupe rows that hold these ids, by id."""
+    return {row[0]: Taken(*row[1:]) for row in await connection.fetch(QUERIES["find_accepted"], mesh_id, list(ids))}
+
+
 Wanted = Callable[[], bool]
 """Whether somebody still waits for the answer. What nobody waits for is not written: its sender posts it again, or asks
 whether it was accepted, and is to be told no only where that stays true."""
@@ -114,8 +119,7 @@ class AcceptStore:
     async def find(self, mesh_id: int, client_message_ids: Iterable[str]) -> dict[str, Taken]:
         """Return the dedupe rows that hold these ids, by id; `TimeoutError` where no connection becomes free."""
         async with self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
-            rows = await connection.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
-        return {row[0]: Taken(*row[1:]) for row in rows}
+            return await find_taken(connection, mesh_id, client_message_ids)
 
     async def write(
         self, sender: Member, candidates: Sequence[Candidate], wanted: Wanted = lambda: True

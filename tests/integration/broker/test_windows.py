@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.config import LimiterConfig
-from broker.limiter import LocalWindow, RedisWindow, Window, open_redis
+from broker.limiter import LocalWindow, RedisWindow, open_redis
 
 LIMITS = LimiterConfig(per_mesh=5, per_member=3, window_seconds=3600, timeout_ms=5000)
 
@@ -21,46 +21,48 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture(params=["redis", "local"])
-def window(request: pytest.FixtureRequest, redis: Redis) -> Window:
+def window(request: pytest.FixtureRequest, redis: Redis) -> LocalWindow | RedisWindow:
     return RedisWindow(redis, LIMITS) if request.param == "redis" else LocalWindow(LIMITS)
 
 
-async def test_ids_pass_in_order_until_the_members_units_are_used_up(window: Window) -> None:
+async def test_ids_pass_in_order_until_the_members_units_are_used_up(window: LocalWindow | RedisWindow) -> None:
     admission = await window.admit("demo", "alice", ["a", "b", "c", "d", "e"])
 
     assert admission.denied == {"d", "e"}
     assert 0 < admission.retry_after <= 3600
 
 
-async def test_an_id_that_passed_passes_again_and_takes_nothing(window: Window) -> None:
+async def test_an_id_that_passed_passes_again_and_takes_nothing(window: LocalWindow | RedisWindow) -> None:
     await window.admit("demo", "alice", ["a", "b"])
 
     assert (await window.admit("demo", "alice", ["b", "c", "a"])).denied == set()
     assert (await window.admit("demo", "alice", ["a", "d", "c"])).denied == {"d"}
 
 
-async def test_the_mesh_has_units_of_its_own(window: Window) -> None:
+async def test_the_mesh_has_units_of_its_own(window: LocalWindow | RedisWindow) -> None:
     await window.admit("demo", "alice", ["a", "b", "c"])
 
     assert (await window.admit("demo", "bob", ["d", "e", "f"])).denied == {"f"}
     assert (await window.admit("other", "alice", ["a", "b", "c"])).denied == set()
 
 
-async def test_a_denied_id_leaves_no_unit_behind(window: Window) -> None:
+async def test_a_denied_id_leaves_no_unit_behind(window: LocalWindow | RedisWindow) -> None:
     await window.admit("demo", "alice", ["a", "b", "c", "d"])
     await window.admit("demo", "alice", ["d"])
 
     assert (await window.admit("demo", "bob", ["d", "e"])).denied == set()
 
 
-async def test_an_id_that_another_member_sent_takes_no_second_unit_of_the_mesh(window: Window) -> None:
+async def test_an_id_that_another_member_sent_takes_no_second_unit_of_the_mesh(
+    window: LocalWindow | RedisWindow,
+) -> None:
     await window.admit("demo", "alice", ["a", "b", "c"])
 
     assert (await window.admit("demo", "bob", ["a", "b", "c"])).denied == set()
     assert (await window.admit("demo", "carol", ["d", "e"])).denied == set()
 
 
-async def test_a_full_window_lets_through_what_it_holds_and_nothing_else(window: Window) -> None:
+async def test_a_full_window_lets_through_what_it_holds_and_nothing_else(window: LocalWindow | RedisWindow) -> None:
     await window.admit("demo", "alice", ["a", "b", "c"])
     await window.admit("demo", "bob", ["d", "e"])
 
@@ -68,7 +70,7 @@ async def test_a_full_window_lets_through_what_it_holds_and_nothing_else(window:
     assert (await window.admit("demo", "bob", ["f"])).denied == {"f"}
 
 
-async def test_a_thousand_ids_go_in_one_call(window: Window) -> None:
+async def test_a_thousand_ids_go_in_one_call(window: LocalWindow | RedisWindow) -> None:
     admission = await window.admit("demo", "alice", [f"id-{n}" for n in range(1000)])
 
     assert len(admission.denied) == 997
