@@ -76,11 +76,6 @@ class EmbeddedServer(ABC):
             identity = ProcessIdentity.of(self._child.pid)
         return identity if identity is not None and identity.alive else None
 
-    @property
-    def exit_code(self) -> int | None:
-        """How the process that this object started has ended; minus the signal that killed it."""
-        return None if self._child is None else self._child.poll()
-
     def start(self) -> str:
         """Start the server unless it runs already, wait until it answers, and return its URL."""
         if threading.current_thread() is not threading.main_thread():

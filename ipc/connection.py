@@ -371,6 +371,11 @@ class BodyReader:
         finally:
             self._budget.give_back(len(received), uid)
 
+    async def decode(self, request: Request | PlainSend, kind: type[T]) -> T:
+        """Return the body, which has to be JSON, decoded; raises as `check_media`, `read` and `decode_body` do."""
+        check_media(request, JSON)
+        return decode_body(await self.read(request), kind)
+
     def _refuse(self, size: str) -> NoReturn:
         detail = f"the request has {size}, the limit is {self._limit}: send less, or raise limits.request_bytes"
         raise InvalidMessage.of("request_too_large", detail)

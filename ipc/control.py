@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from ipc.connection import JSON, Answer, BodyReader, Request, check_media, decode_body, json_answer
+from ipc.connection import Answer, BodyReader, Request, json_answer
 from ipc.services import Services
 from outbox import to_datetime
 from postroom._wire.message import parse_destination
@@ -104,29 +104,26 @@ class RelayDesk:
     def __init__(self, services: Services) -> None:
         self._outbox = services.outbox
         self._relay = services.relay
-        self._read = BodyReader(services.limits, services.budget).read
+        self._reader = BodyReader(services.limits, services.budget)
 
     async def pause(self, request: Request) -> web.StreamResponse:
         """Stop relaying until a resume; answers what the relay does now."""
-        check_media(request, JSON)
-        asked = decode_body(await self._read(request), PauseRequest)
-        return await self._set(request, asked.destination, asked.reason, paused=True, rate_per_second=None)
+        return await self._set(request, PauseRequest)
 
     async def resume(self, request: Request) -> web.StreamResponse:
         """Relay again, at a rate where one is given; answers what the relay does now."""
-        check_media(request, JSON)
-        asked = decode_body(await self._read(request), ResumeRequest)
-        return await self._set(
-            request, asked.destination, asked.reason, paused=False, rate_per_second=asked.rate_per_second
-        )
+        return await self._set(request, ResumeRequest)
 
-    async def _set(
-        self, request: Request, destination: str | None, reason: str, *, paused: bool, rate_per_second: float | None
-    ) -> web.StreamResponse:
-        if destination is not None:
-            parse_destination(destination)
+    async def _set(self, request: Request, kind: type[PauseRequest | ResumeRequest]) -> web.StreamResponse:
+        asked = await self._reader.decode(request, kind)
+        if asked.destination is not None:
+            parse_destination(asked.destination)
         await self._outbox.set_relay_control(
-            destination, paused=paused, rate_per_second=rate_per_second, caller=request.caller, reason=reason
+            asked.destination,
+            paused=isinstance(asked, PauseRequest),
+            rate_per_second=asked.rate_per_second if isinstance(asked, ResumeRequest) else None,
+            caller=request.caller,
+            reason=asked.reason,
         )
         await self._relay.controls_changed()
         return json_answer(self._relay.status())

@@ -5,12 +5,12 @@ And `/v1/trace/{id}`: what they tell of a message (docs/contract/operate.md#oper
 
 import socket
 from datetime import UTC, datetime
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from ipc.connection import JSON, BodyReader, Request, check_media, decode_body, json_answer
+from ipc.connection import BodyReader, Request, json_answer
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms
@@ -34,8 +34,6 @@ from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 SQLITE: Final = "application/vnd.sqlite3"
 
@@ -83,7 +81,7 @@ class OutboxDesk:
         """Make the handler of `verb` on one row; it answers the row, of a requeue the successor."""
 
         async def handle(request: Request) -> web.StreamResponse:
-            asked = await self._body(request, VERBS[verb].body)
+            asked = await self._reader.decode(request, VERBS[verb].body)
             new_id = patch = None
             if isinstance(asked, RequeueRequest):
                 new_id = asked.new_client_message_id
@@ -141,14 +139,14 @@ class OutboxDesk:
 
     async def prune(self, request: Request) -> web.StreamResponse:
         """Empty the payloads of old done and aborted rows; the rows stay."""
-        asked = await self._body(request, PruneRequest)
+        asked = await self._reader.decode(request, PruneRequest)
         before = now_ms() - int(asked.older_than_seconds * 1000)
         pruned, after = await self._outbox.prune(before, after=asked.cursor, caller=request.caller, reason=asked.reason)
         return json_answer(PruneResult(pruned=pruned, next_cursor=after))
 
     async def resend(self, request: Request) -> web.StreamResponse:
         """Send the done rows that the broker's database lost again, under their own ids, or count them."""
-        asked = await self._body(request, ResendRequest)
+        asked = await self._reader.decode(request, ResendRequest)
         if asked.dry_run:
             missing = await self._outbox.missing()
             kept = missing.rows - missing.without_payload
@@ -166,7 +164,7 @@ class OutboxDesk:
 
     async def backup(self, request: Request) -> web.StreamResponse:
         """Stream a copy of the whole outbox, payloads too: an SQLite file."""
-        asked = await self._body(request, BackupRequest)
+        asked = await self._reader.decode(request, BackupRequest)
         async with self._outbox.backup(caller=request.caller, reason=asked.reason) as copy:
             response = web.StreamResponse(headers={"Content-Type": SQLITE, "Content-Length": str(copy.size)})
             await response.prepare(request)
@@ -183,7 +181,7 @@ class OutboxDesk:
         """Make the handler of `verb` on every row that a filter means, or a dry run of it."""
 
         async def handle(request: Request) -> web.StreamResponse:
-            asked = await self._body(request, BulkRequest)
+            asked = await self._reader.decode(request, BulkRequest)
             if asked.force and not VERBS[verb].retires:
                 retiring = " and ".join(sorted(name for name, each in VERBS.items() if each.retires))
                 detail = f"force is only for verbs that retire rows, {retiring}: omit it"
@@ -201,10 +199,6 @@ class OutboxDesk:
 
         return handle
 
-    async def _body(self, request: Request, kind: type[T]) -> T:
-        check_media(request, JSON)
-        return decode_body(await self._reader.read(request), kind)
-
     def _patch(self, message: SendRequest, new_client_message_id: str | None) -> PreparedSend:
         if message.client_message_id is not None:
             detail = (
@@ -221,13 +215,7 @@ def _id(request: Request) -> str:
 
 
 def _filter(query: ListQuery) -> RowFilter:
-    return RowFilter(
-        status=query.status,
-        destination=query.destination,
-        code=query.code,
-        older_than_seconds=query.older_than_seconds,
-        held=query.held,
-    )
+    return msgspec.convert(query, RowFilter, from_attributes=True)
 
 
 def wait_of(row: OutboxRow, relay: RelayStatus, mesh: str) -> Wait | None:

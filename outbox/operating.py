@@ -14,7 +14,7 @@ from outbox.accepting import to_milliseconds
 from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered
 from outbox.reading import Reader, seq_of
 from outbox.relaying import WalkedPast, report
-from outbox.settled import find_moved, find_row, unpack
+from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire import spans
 from postroom._wire.message import PreparedSend, Priority
@@ -123,9 +123,7 @@ class Act(NamedTuple):
         """Retire the row and write its successor; returns that one's id, and what the log says of it."""
         fresh, successor = transaction.new_ids(2)
         client_message_id = self.new_client_message_id or fresh
-        if transaction.value(_QUERIES["is_taken"], (client_message_id,)) or find_moved(
-            transaction.db, [client_message_id], transaction.salt
-        ):
+        if find_send(transaction.db, client_message_id, transaction.salt) is not None:
             raise errors.id_taken(client_message_id)
         _abort(transaction, row, successor)
         patch = self.patch
@@ -134,30 +132,28 @@ class Act(NamedTuple):
         if patch is not None and patch.not_before is not None:
             not_before = to_milliseconds(patch.not_before)
         due = max(transaction.now, not_before or 0)
-        values: dict[str, object] = {
+        payload, size = (patch.payload, len(patch.payload)) if patch else (None, row.payload_bytes)
+        if patch is None and spans.wanted():
+            kept = transaction.value(_QUERIES["payload_of"], (row.seq,))
+            payload = _in_a_trace_of_its_own(kept, client_message_id)
+        values = {
             "seq": row.seq,
             "number": transaction.next_seq,
             "id": successor,
             "client_message_id": client_message_id,
+            "fingerprint": patch.fingerprint if patch else None,
             "now": transaction.dated,
             "next_attempt_at": due,
             "lane": transaction.lane(priority, due),
+            "priority": priority,
+            "destination": patch.destination if patch else None,
+            "not_before": not_before,
+            "payload": payload,
+            "payload_bytes": size,
         }
-        if patch is not None:
-            values |= {
-                "fingerprint": patch.fingerprint,
-                "priority": priority,
-                "destination": patch.destination,
-                "not_before": not_before,
-                "payload": patch.payload,
-            }
-        transaction.execute(_QUERIES["succeed_patched" if patch else "succeed"], values)
-        if patch is None and spans.wanted():
-            payload = transaction.value(_QUERIES["payload_of"], (row.seq,))
-            values["payload"] = _in_a_trace_of_its_own(payload, client_message_id)
-        transaction.execute(_QUERIES["succeed_patched_payload" if "payload" in values else "succeed_payload"], values)
+        transaction.execute(_QUERIES["succeed"], values)
+        transaction.execute(_QUERIES["succeed_payload"], values)
         transaction.next_seq = None
-        size = len(patch.payload) if patch else row.payload_bytes
         transaction.added(1, size, room_of(size))
         return successor, f"superseded by {successor} ({client_message_id})" + (", patched" if patch else "")
 

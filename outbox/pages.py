@@ -270,8 +270,7 @@ class Records:
 
     def _record(self, content: bytes, start: int, size: int, most: int) -> bytes:
         """Put a record together from its page and the further ones."""
-        rest = _LEAST + (size - _LEAST) % _FURTHER
-        here = size if size <= most else rest if rest <= most else _LEAST
+        here = _in_page(size, most)
         if start + here > PAGE:
             raise Wrong
         record = [content[start : start + here]]
@@ -331,9 +330,13 @@ def _extent(content: bytes, cell: int, *, way: bool, index: bool) -> int:
     if not index:
         _, after = _varint(content, after)
     most = _MOST_OF_KEY if index else _MOST_OF_ROW
+    return max(4, after + _in_page(size, most) + (4 if size > most else 0) - cell)
+
+
+def _in_page(size: int, most: int) -> int:
+    """Return how many bytes of a record lie in its page, which holds a whole one of up to `most`."""
     rest = _LEAST + (size - _LEAST) % _FURTHER
-    here = size if size <= most else (rest if rest <= most else _LEAST) + 4
-    return max(4, after + here - cell)
+    return size if size <= most else rest if rest <= most else _LEAST
 
 
 def _varint(content: bytes, start: int) -> tuple[int, int]:

@@ -26,15 +26,13 @@ from outbox.model import (
     to_datetime,
 )
 from outbox.relaying import read_claimed
-from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
-from postroom._wire.message import Priority
-from postroom._wire.nouns import LogLine, LogPage, LogQuery
+from outbox.settled import find_moved, find_row, find_rows, find_send, read_salt, text_of, unpack
+from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
 from postroom._wire.operations import VERBS
-from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
+from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.store import Store
-from postroom.errors import InvalidMessage
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _COMPARING: Final = load_queries("outbox", "sql/missing.sql")
@@ -49,91 +47,24 @@ _WALKS: Final = {"pending": "walk_pending", "inflight": "walk_status", "dead": "
 T = TypeVar("T")
 
 
-class StoredRow(NamedTuple):
-    """What the view `outbox_row` packs into one JSON array, in its order."""
-
-    id: str
-    client_message_id: str
-    status: RowStatus
-    destination: str
-    priority: Priority
-    enqueued_at: int
-    attempts: int
-    next_attempt_at: int
-    request_fingerprint: str
-    payload_bytes: int
-    held: int
-    not_before: int | None
-    last_error: str | None
-    delivered_at: int | None
-    broker_message_id: str | None
-    history_id: int | None
-    aborted_at: int | None
-    aborted_by: str | None
-    superseded_by: str | None
-    payload_pruned_at: int | None
-    submitted_by: str
-    duplicate: int | None
-    unanswered_at: int | None
-
-    def view(self) -> OutboxRow:
-        """Return the row as callers and operators see it."""
-        values: dict[str, Any] = self._asdict()
-        for name in _TIMES:
-            values[name] = to_datetime(values[name])
-        for name in _IDS:
-            values[name] = values[name] and unpack(values[name])
-        return OutboxRow(**{**values, "held": bool(self.held), "duplicate": bool(self.duplicate)})
-
-
+_COLUMNS: Final = (  # what the view `outbox_row` packs into one JSON array, in its order
+    *("id", "client_message_id", "status", "destination", "priority", "enqueued_at", "attempts", "next_attempt_at"),
+    *("request_fingerprint", "payload_bytes", "held", "not_before", "last_error", "delivered_at", "broker_message_id"),
+    *("history_id", "aborted_at", "aborted_by", "superseded_by", "payload_pruned_at", "submitted_by", "duplicate"),
+    "unanswered_at",
+)
 _IDS: Final = ("id", "client_message_id", "broker_message_id", "superseded_by")
 _TIMES: Final = (
-    "enqueued_at",
-    "next_attempt_at",
-    "not_before",
-    "delivered_at",
-    "unanswered_at",
-    "aborted_at",
+    *("enqueued_at", "next_attempt_at", "not_before", "delivered_at", "unanswered_at", "aborted_at"),
     "payload_pruned_at",
 )
+_Stored = list[Any]
 
-
-class _LogLine(NamedTuple):
-    """What `log` returns, in its order."""
-
-    at: int
-    verb: str
-    actor: str
-    reason: str
-    row_id: str | None
-    detail: str | None
-
-    def view(self) -> OperatorAction:
-        return OperatorAction(**{**self._asdict(), "at": datetime.fromtimestamp(self.at / 1000, UTC)})
-
-
-class _FailedPosts(NamedTuple):
-    """What outbox_failed_posts has of posts that failed alike, in its order."""
-
-    at: int
-    took: int
-    code: str
-    broker: str
-    since: int
-    times: int
-
-    def view(self, row_id: str) -> FailedPosts:
-        values: dict[str, Any] = self._asdict()
-        for name in ("at", "since"):
-            values[name] = to_datetime(values[name])
-        return FailedPosts(row_id=row_id, seconds=values.pop("took") / 1000, **values)
-
-
-_decode_row: Final = msgspec.json.Decoder(StoredRow).decode
-_decode_rows: Final = msgspec.json.Decoder(list[StoredRow]).decode
-_decode_page: Final = msgspec.json.Decoder(list[tuple[int, StoredRow]]).decode
-_decode_log: Final = msgspec.json.Decoder(list[_LogLine]).decode
-_decode_posts: Final = msgspec.json.Decoder(list[tuple[str, _FailedPosts]]).decode
+_decode_row: Final = msgspec.json.Decoder(_Stored).decode
+_decode_rows: Final = msgspec.json.Decoder(list[_Stored]).decode
+_decode_page: Final = msgspec.json.Decoder(list[tuple[int, _Stored]]).decode
+_decode_log: Final = msgspec.json.Decoder(list[OperatorAction]).decode
+_decode_posts: Final = msgspec.json.Decoder(list[FailedPosts]).decode
 _decode_traceparents: Final = msgspec.json.Decoder(list[tuple[str, str | None]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
@@ -155,9 +86,7 @@ class Reader:
         """Return the row of a send, None where the id is free."""
 
         def read(db: sqlite3.Connection) -> OutboxRow | None:
-            found = db.execute(_QUERIES["seq_of_client_message_id"], (client_message_id,)).fetchone()
-            moved = {} if found else find_moved(db, [client_message_id], read_salt(db))
-            seq = found[0] if found else moved.get(client_message_id)
+            seq = find_send(db, client_message_id, read_salt(db))
             return None if seq is None else _stored(db, seq)
 
         return await self._read(read)
@@ -169,7 +98,7 @@ class Reader:
         def read(db: sqlite3.Connection) -> list[OutboxRow]:
             moved = list(find_moved(db, ids, read_salt(db)).values())
             parameters = (_encode(ids).decode(), _encode(moved).decode())
-            return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
+            return [_view(row) for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
 
         return await self._read(read)
 
@@ -357,10 +286,20 @@ class _Walk(NamedTuple):
         candidates = _value(db, walk, {**parameters, "named": named})
         seqs = _decode_seqs(candidates)
         found = _decode_page(_value(db, "page", {**parameters, "seqs": candidates}))
-        rows = [row.view() for _, row in found]
+        rows = [_view(row) for _, row in found]
         if len(found) == self.limit:
             return rows, found[-1][0]
         return rows, seqs[-1] if len(seqs) == _SCAN else None
+
+
+def _view(stored: _Stored) -> OutboxRow:
+    """Return a row as callers and operators see it."""
+    values = dict(zip(_COLUMNS, stored, strict=True))
+    for name in _TIMES:
+        values[name] = to_datetime(values[name])
+    for name in _IDS:
+        values[name] = values[name] and unpack(values[name])
+    return OutboxRow(**{**values, "held": bool(values["held"]), "duplicate": bool(values["duplicate"])})
 
 
 def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:
@@ -375,17 +314,16 @@ def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
 
 
 def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
-    return _decode_row(_value(db, "row", (seq,))).view()
+    return _view(_decode_row(_value(db, "row", (seq,))))
 
 
 def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:
     ids = _encode([link.id for link in chain]).decode()
-    log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
+    log, posts = _decode_log(_value(db, "log", (ids,))), _decode_posts(_value(db, "failed_posts", (ids,)))
     traceparents = dict(_decode_traceparents(_value(db, "traceparents", (ids,))))
-    failed = [posts.view(row_id) for row_id, posts in _decode_posts(_value(db, "failed_posts", (ids,)))]
     for link in (row, *chain):
         link.traceparent = traceparents.get(link.id)
-    return RowChain(row=row, chain=chain, log=log, failed_posts=failed)
+    return RowChain(row=row, chain=chain, log=log, failed_posts=posts)
 
 
 def seq_of(cursor: str | None) -> int:
@@ -393,9 +331,7 @@ def seq_of(cursor: str | None) -> int:
     if cursor is None:
         return 0
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
-        raise InvalidMessage.of(
-            "invalid_cursor", "the cursor is not one that a list returned: begin again without one", field="cursor"
-        )
+        raise invalid_cursor()
     return int(cursor)
 
 

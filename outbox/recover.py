@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import astuple, replace
 
 from outbox.errors import recovery_failed
 from outbox.model import NAME, SCHEMA
@@ -81,7 +82,7 @@ _AbortedBy = Literal["operator", "auto"]
 class _Live(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A row of the table `outbox`, in its order, as far as it can be checked by itself."""
 
-    seq: None
+    seq: int
     id: _Id
     client_message_id: _Id
     request_fingerprint: _Fingerprint
@@ -109,7 +110,7 @@ class _Live(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 class _Moved(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A row of the table `outbox_settled`, in its order."""
 
-    seq: None
+    seq: int
     id: _Packed
     client_message_id: _Packed
     request_fingerprint: _Fingerprint
@@ -141,7 +142,7 @@ class _Common(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """The counters, in their order."""
 
-    only: None
+    only: int
     pending: _Number
     inflight: _Number
     done: _Number
@@ -161,7 +162,7 @@ class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 class _LogLine(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A line of the operator log, in its order."""
 
-    seq: None
+    seq: int
     at: _Time
     verb: str
     actor: str
@@ -173,28 +174,24 @@ class _LogLine(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
 class _CommonRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A row of the table `outbox_common`, in its order."""
 
-    number: None
+    number: int
     destination: str
     priority: _Priority
     submitted_by: _Owner
     last_error: str
 
-    def as_key(self, number: int) -> _Common:
-        """Return it as its index has it."""
-        return _Common(self.destination, self.priority, self.submitted_by, self.last_error, number)
-
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A row of the table `outbox_payload`, in its order."""
 
-    seq: None
+    seq: int
     payload: bytes
 
 
 class _Recovered(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """A row of the table `outbox_recovery`, in its order."""
 
-    at: None
+    at: int
     saved: _Number
     missing: _Number | None
     buried: _Number
@@ -233,7 +230,7 @@ class _Object(NamedTuple):
     columns: int
 
 
-_NOBODY: Final = _Common("", "next", "-1:-1", "", 0)
+_NOBODY: Final = ("", "next", "-1:-1", "")  # what is not known of what rows share
 
 
 def _fingerprint_of(payload: bytes | None) -> bytes | None:
@@ -336,15 +333,16 @@ class _Salvage:
         (keeps_payloads,) = self._new.execute(_QUERIES["trigger"], ("outbox_keeps_payloads",)).fetchone()
         self._new.execute(_QUERIES["drop_trigger"])
         self._read_indexes()
-        shared = {number: row.as_key(number) for number, row in self._rows("outbox_common", _CommonRow)}
-        shared |= {key.number: key for key, sound in self._keys("sqlite_autoindex_outbox_common_1", _Common) if sound}
-        for seq, row in self._rows("outbox_settled", _Moved):
-            if row.checksum == checksum_of((seq, *msgspec.structs.astuple(row)[1:-1])):
-                self._moved += self._write_moved(seq, row, shared.get(row.common, _NOBODY))
-        for seq, message in self._rows("outbox_payload", _Payload):  # those without a row go again
+        shared = {row.number: astuple(row)[1:] for row in self._rows("outbox_common", _CommonRow)}
+        indexed = self._keys("sqlite_autoindex_outbox_common_1", _Common)
+        shared |= {key.number: astuple(key)[:-1] for key, sound in indexed if sound}
+        for row in self._rows("outbox_settled", _Moved):
+            if row.checksum == checksum_of(astuple(row)[:-1]):
+                self._moved += self._write_moved(row, shared.get(row.common, _NOBODY))
+        for message in self._rows("outbox_payload", _Payload):  # those without a row go again
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 msgspec.json.decode(message.payload, type=Envelope)
-                self._new.execute(_QUERIES["keep_payload"], (seq, message.payload))
+                self._new.execute(_QUERIES["keep_payload"], astuple(message))
         saved = self._moved + self._keep_rows()
         missing = self._missing(saved)
         buried = self._bury()
@@ -352,26 +350,26 @@ class _Salvage:
         self._new.execute(keeps_payloads)
         self._new.execute(_QUERIES["recount"])
         self._new.execute(_QUERIES["report_again"])
-        for seq, line in self._rows("operator_log", _LogLine):
-            self._new.execute(_QUERIES["keep_log_line"], (seq, *msgspec.structs.astuple(line)[1:]))
+        for line in self._rows("operator_log", _LogLine):
+            self._new.execute(_QUERIES["keep_log_line"], astuple(line))
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
         entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
         last = max(self._highest["operator_log"], max(filter(self._is_number, entries), default=0))
         for control, _ in self._keys("relay_control", _Control):
-            self._new.execute(_QUERIES["keep_control"], msgspec.structs.astuple(control))
-        for at, recovery in self._rows("outbox_recovery", _Recovered):
-            self._new.execute(_QUERIES["keep_recovery"], (at, *msgspec.structs.astuple(recovery)[1:]))
+            self._new.execute(_QUERIES["keep_control"], astuple(control))
+        for recovery in self._rows("outbox_recovery", _Recovered):
+            self._new.execute(_QUERIES["keep_recovery"], astuple(recovery))
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
         return Recovery(source, saved, missing, buried, lines, max(0, last - lines), self._pages.damaged_frames)
 
-    def _rows(self, table: str, kind: type[T]) -> Iterator[tuple[int, T]]:
-        """Yield the rows of a table that are what they should be, each with its number; the newest of each first."""
+    def _rows(self, table: str, kind: type[T]) -> Iterator[T]:
+        """Yield the rows of a table that are what they should be, with their numbers; the newest of each first."""
         for row in self._records.rows(self._shapes[table]):
             if self._is_number(row.rowid):
                 with contextlib.suppress(msgspec.ValidationError):
-                    found = msgspec.convert(row.values, kind)
+                    found = msgspec.convert((row.rowid, *row.values[1:]), kind)
                     self._highest[table] = max(self._highest[table], row.rowid)
-                    yield row.rowid, found
+                    yield found
 
     def _keys(self, index: str, kind: type[T]) -> Iterator[tuple[T, bool]]:
         """Yield the keys of an index that are what they should be, each with whether it is where it should be."""
@@ -398,21 +396,20 @@ class _Salvage:
             if sound and self._is_number(moved.seq):
                 self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], moved.seq)
 
-    def _write_moved(self, seq: int, row: _Moved, shared: _Common) -> bool:
+    def _write_moved(self, row: _Moved, shared: tuple[str, str, str, str]) -> bool:
         """Write a row as one that was moved; says whether it was whole, and not there before."""
         ids = (row.id, row.client_message_id, row.broker_message_id or "")
         if not all(isinstance(each, str) or (isinstance(each, bytes) and len(each) in PACKED_BYTES) for each in ids):
             return False
         name = text_of(row.client_message_id)
-        if not is_client_message_id(name) or self._is_kept(seq, name):
+        if not is_client_message_id(name) or self._is_kept(row.seq, name):
             return False
-        common = number_of(self._new, (shared.destination, shared.priority, shared.submitted_by, shared.last_error))
-        values = (seq, *msgspec.structs.astuple(msgspec.structs.replace(row, common=common))[1:-1])
+        values = astuple(replace(row, common=number_of(self._new, shared)))[:-1]
         try:
             self._new.execute(SETTLED["move"], (*values, checksum_of(values)))
         except sqlite3.IntegrityError:
             return False
-        self._new.execute(SETTLED["key"], (key_of(name, self._salt), seq))
+        self._new.execute(SETTLED["key"], (key_of(name, self._salt), row.seq))
         return True
 
     def _is_kept(self, seq: int, client_message_id: str) -> bool:
@@ -424,66 +421,57 @@ class _Salvage:
         """Write the other rows; returns how many."""
         rows = self._rows("outbox", _Live)
         sample = list(islice(rows, _SAMPLE))
-        computed = sum(_fingerprint_of(self._payload(seq, row)) == row.request_fingerprint for seq, row in sample)
+        computed = sum(_fingerprint_of(self._payload(row)) == row.request_fingerprint for row in sample)
         strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and tell nothing
-        return sum(self._keep_row(seq, row, strict=strict) for seq, row in chain(sample, rows))
+        return sum(self._keep_row(row, strict=strict) for row in chain(sample, rows))
 
-    def _keep_row(self, seq: int, row: _Live, *, strict: bool) -> bool:
-        indexed = self._new.execute(_QUERIES["indexed"], (seq,)).fetchone()
+    def _keep_row(self, row: _Live, *, strict: bool) -> bool:
+        indexed = self._new.execute(_QUERIES["indexed"], (row.seq,)).fetchone()
         name, row_id, sound_name, sound_id = indexed or (None, None, 0, 0)
-        if not is_client_message_id(row.client_message_id) or self._is_kept(seq, row.client_message_id):
+        if not is_client_message_id(row.client_message_id) or self._is_kept(row.seq, row.client_message_id):
             return False
         if (sound_name and name != row.client_message_id) or (sound_id and row_id != row.id):
             return False
-        payload = self._payload(seq, row)
+        payload = self._payload(row)
         fingerprint = _fingerprint_of(payload) if strict else row.request_fingerprint
         if payload is None or fingerprint is None:  # the message is damaged
-            return self._keep_without_message(seq, row)
+            return self._keep_without_message(row)
         if fingerprint != row.request_fingerprint:  # either is, or the row itself: nobody can tell
-            self._without_message.setdefault(seq, row)
+            self._without_message.setdefault(row.seq, row)
             return False
         try:
-            self._new.execute(_QUERIES["keep"], (seq, *msgspec.structs.astuple(row)[1:]))
+            self._new.execute(_QUERIES["keep"], astuple(row))
         except sqlite3.IntegrityError:
             return False
+        return self._count(row)
+
+    def _count(self, row: _Live) -> bool:
         self._room += room_of(row.payload_bytes)
         self._payload_bytes += row.payload_bytes
         return True
 
-    def _keep_without_message(self, seq: int, row: _Live) -> bool:
+    def _keep_without_message(self, row: _Live) -> bool:
         """Keep what is left of a row: one that is done or aborted needs no message."""
         settled_at = row.delivered_at if row.status == "done" else row.aborted_at if row.status == "aborted" else None
         if settled_at is None:
-            self._without_message.setdefault(seq, row)
+            self._without_message.setdefault(row.seq, row)
             return False
         successor = self._new.execute(_QUERIES["indexed_by_id"], (row.superseded_by,)).fetchone()
         code = (row.last_error or "").partition(":")[0] if row.status == "aborted" else ""
-        moved = _Moved(
-            None,
-            pack(row.id),
-            pack(row.client_message_id),
-            row.request_fingerprint,
-            0,
-            row.attempts,
-            row.enqueued_at,
-            settled_at - row.enqueued_at,
-            self._now - settled_at,
-            row.not_before,
-            row.broker_message_id and pack(row.broker_message_id),
-            row.history_id,
-            row.duplicate,
-            row.unanswered_at,
-            row.aborted_by,
-            successor and successor[0],
+        moved = replace(
+            self._as_moved(row, settled_at),
+            pruned_after=self._now - settled_at,
+            not_before=row.not_before,
+            broker_message_id=row.broker_message_id and pack(row.broker_message_id),
+            history_id=row.history_id,
+            duplicate=row.duplicate,
+            aborted_by=row.aborted_by,
+            superseded_by=successor and successor[0],
         )
-        if not self._write_moved(seq, moved, _Common(row.destination, row.priority, row.submitted_by, code, 0)):
-            return False
-        self._room += room_of(row.payload_bytes)
-        self._payload_bytes += row.payload_bytes
-        return True
+        return self._write_moved(moved, (row.destination, row.priority, row.submitted_by, code)) and self._count(row)
 
-    def _payload(self, seq: int, row: _Live) -> bytes | None:
-        found = self._new.execute(_QUERIES["payload"], (seq,)).fetchone()
+    def _payload(self, row: _Live) -> bytes | None:
+        found = self._new.execute(_QUERIES["payload"], (row.seq,)).fetchone()
         return found[0] if found is not None and len(found[0]) == row.payload_bytes else None
 
     def _missing(self, saved: int) -> int | None:
@@ -494,7 +482,7 @@ class _Salvage:
         """
         if not self._pages.is_current(self._roots["tally"]):
             return None
-        for _, tally in self._rows("tally", _Tally):
+        for tally in self._rows("tally", _Tally):
             missing = tally.rows - saved
             waited = missing - (tally.moved - self._moved)
             room = tally.waiting_room + tally.kept_room - self._room
@@ -509,30 +497,28 @@ class _Salvage:
     def _bury(self) -> int:
         """Keep the ids used whose rows are lost, as far as they are known; returns how many."""
         buried = 0
-        for seq, name, row_id in self._new.execute(_QUERIES["indexed_and_lost"]).fetchall():
-            row = self._without_message.pop(seq, None)
-            buried += self._bury_row(seq, row.client_message_id if row else name, row.id if row else row_id, row)
-        for seq, row in sorted(self._without_message.items()):
-            buried += self._bury_row(seq, row.client_message_id, row.id, row)
+        for _, row in sorted(self._without_message.items()):
+            moved = replace(self._as_moved(row, self._now), aborted_by="auto")
+            buried += self._write_moved(moved, (row.destination, row.priority, row.submitted_by, _DAMAGED))
+        for seq, name, known in self._new.execute(_QUERIES["indexed_and_lost"]).fetchall():
+            if seq not in self._without_message:
+                before = self._new.execute(_QUERIES["id_before"], {"seq": seq}).fetchone()  # ids grow with numbers
+                row_id = known or following(text_of(before[0]) if before else "0" * 26)
+                lost = _Moved(seq, pack(row_id), pack(name), bytes(32), 0, 0, self._now, 0, 0, aborted_by="auto")
+                buried += self._write_moved(lost, (*_NOBODY[:3], _DAMAGED))
         return buried
 
-    def _bury_row(self, seq: int, name: str, row_id: str | None, row: _Live | None) -> bool:
-        """Write an aborted row without its message; what is not known of it is nobody's."""
-        if row_id is None:  # ids grow with numbers
-            before = self._new.execute(_QUERIES["id_before"], {"seq": seq}).fetchone()
-            row_id = following(text_of(before[0]) if before else "0" * 26)
-        moved = _Moved(
-            seq=None,
-            id=pack(row_id),
-            client_message_id=pack(name),
-            request_fingerprint=row.request_fingerprint if row else bytes(32),
-            common=0,
-            attempts=row.attempts if row else 0,
-            enqueued_at=row.enqueued_at if row else self._now,
-            settled_after=self._now - row.enqueued_at if row else 0,
-            pruned_after=0,
-            unanswered_at=row.unanswered_at if row else None,
-            aborted_by="auto",
+    def _as_moved(self, row: _Live, settled_at: int) -> _Moved:
+        """Return what of a row any moved one has."""
+        return _Moved(
+            row.seq,
+            pack(row.id),
+            pack(row.client_message_id),
+            row.request_fingerprint,
+            0,
+            row.attempts,
+            row.enqueued_at,
+            settled_at - row.enqueued_at,
+            0,
+            unanswered_at=row.unanswered_at,
         )
-        owner = (row.destination, row.priority, row.submitted_by) if row else ("", "next", _NOBODY.submitted_by)
-        return self._write_moved(seq, moved, _Common(*owner, _DAMAGED, 0))

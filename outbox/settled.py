@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from outbox.model import Existing
-from outbox.transaction import Transaction
+from outbox.transaction import Transaction, read_space
 from postroom._wire.sql import load_queries
 
 QUERIES: Final = load_queries("outbox", "sql/settled.sql")
@@ -120,8 +120,7 @@ class Prune(NamedTuple):
         transaction.execute(QUERIES["leave_payloads"], seqs)
         transaction.execute(QUERIES["leave_failed_posts"], seqs)
         transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
-        newest, newest_moved = transaction.db.execute(QUERIES["newest"]).fetchone()
-        transaction.next_seq = newest_moved + 1 if newest_moved > newest else None
+        transaction.next_seq = read_space(transaction.db).next_seq
         return len(rows), last
 
 
@@ -196,10 +195,16 @@ def answers(db: sqlite3.Connection, seqs: Sequence[int]) -> list[Existing]:
 
 def find_row(db: sqlite3.Connection, name: str) -> int | None:
     """Return the `seq` of the row with this id, else with this client_message_id, moved or not; None without one."""
-    for query, value in (("row_with_id", name), ("moved_with_id", pack(name)), ("row_with_client_id", name)):
+    for query, value in (("row_with_id", name), ("moved_with_id", pack(name))):
         if (found := db.execute(QUERIES[query], {"id": value}).fetchone()) is not None:
             return int(found[0])
-    return find_moved(db, [name], read_salt(db)).get(name)
+    return find_send(db, name, read_salt(db))
+
+
+def find_send(db: sqlite3.Connection, client_message_id: str, salt: bytes) -> int | None:
+    """Return the `seq` of the row with this client_message_id, moved or not; None where the id is free."""
+    found = db.execute(QUERIES["row_with_client_id"], {"id": client_message_id}).fetchone()
+    return int(found[0]) if found else find_moved(db, [client_message_id], salt).get(client_message_id)
 
 
 def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:

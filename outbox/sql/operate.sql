@@ -7,10 +7,6 @@ UNION ALL
 SELECT seq, json_extract(stored, '$[0]'), json_extract(stored, '$[1]'), status, 0, 0, NULL, 'next', 0, 0, NULL, 1
 FROM outbox_settled_row WHERE seq = ?1;
 
--- name: is_taken
--- Whether a row that was not moved has a client_message_id.
-SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
-
 -- name: abort
 -- Retire a row.
 UPDATE outbox
@@ -20,60 +16,46 @@ WHERE seq = :seq;
 -- name: room
 -- What those rows take that `accepted` changes.
 SELECT coalesce(sum(room), 0)
-FROM json_each(:found) AS found CROSS JOIN outbox ON outbox.id = json_extract(found.value, '$[0]')
-WHERE outbox.unanswered_at = json_extract(found.value, '$[1]') AND outbox.status = :status;
+FROM json_each(:found) AS found CROSS JOIN outbox ON outbox.id = found.value ->> 0
+WHERE outbox.unanswered_at = found.value ->> 1 AND outbox.status = :status;
 
 -- name: accepted
 -- The broker has these rows after all: [[id, unanswered_at, broker_message_id, history_id], …]. A row that has been posted
 -- again since they were looked up is left alone.
 UPDATE outbox
-SET status = 'done', lane = NULL, delivered_at = :now, broker_message_id = found.broker_message_id,
-    history_id = found.history_id, duplicate = 1, unanswered_at = NULL
-FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS unanswered_at,
-             json_extract(value, '$[2]') AS broker_message_id, json_extract(value, '$[3]') AS history_id
-      FROM json_each(:found)) AS found
-WHERE outbox.id = found.id AND outbox.unanswered_at = found.unanswered_at AND outbox.status = :status;
+SET status = 'done', lane = NULL, delivered_at = :now, broker_message_id = found.value ->> 2,
+    history_id = found.value ->> 3, duplicate = 1, unanswered_at = NULL
+FROM json_each(:found) AS found
+WHERE outbox.id = found.value ->> 0 AND outbox.unanswered_at = found.value ->> 1 AND outbox.status = :status;
 
 -- name: done_of
 -- Those of these rows that are done, as a JSON array of ids: [[id, …], …].
 SELECT json_group_array(id) FROM outbox
-WHERE id IN (SELECT json_extract(value, '$[0]') FROM json_each(:found)) AND status = 'done';
+WHERE id IN (SELECT value ->> 0 FROM json_each(:found)) AND status = 'done';
 
 -- name: not_accepted
 -- The broker has none of these rows: [[id, unanswered_at], …]. A row that has been posted again since is left alone.
 UPDATE outbox SET unanswered_at = NULL
-FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS unanswered_at
-      FROM json_each(:absent)) AS absent
-WHERE outbox.id = absent.id AND outbox.unanswered_at = absent.unanswered_at AND outbox.status IN ('pending', 'dead');
+FROM json_each(:absent) AS absent
+WHERE outbox.id = absent.value ->> 0 AND outbox.unanswered_at = absent.value ->> 1
+  AND outbox.status IN ('pending', 'dead');
 
 -- name: succeed
--- Write the successor of a row; its payload follows.
+-- Write the successor of a row, with what an operator patched; its payload follows.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
                     destination, submitted_by, not_before, payload_bytes)
-SELECT :number, :id, :client_message_id, request_fingerprint, :now, :next_attempt_at, :lane, priority, destination,
-       submitted_by, not_before, payload_bytes
+SELECT :number, :id, :client_message_id, coalesce(:fingerprint, request_fingerprint), :now, :next_attempt_at, :lane, :priority,
+       coalesce(:destination, destination), submitted_by, :not_before, :payload_bytes
 FROM outbox WHERE seq = :seq;
 
 -- name: succeed_payload
--- Write the same payload for the successor just written.
+-- Write a payload, patched or in a trace of its own, for the successor just written; else the same one.
 INSERT INTO outbox_payload (seq, payload)
-SELECT last_insert_rowid(), payload FROM outbox_payload WHERE seq = :seq;
+SELECT last_insert_rowid(), coalesce(:payload, payload) FROM outbox_payload WHERE seq = :seq;
 
 -- name: payload_of
 -- The payload of a row that was not pruned.
 SELECT payload FROM outbox_payload WHERE seq = ?1;
-
--- name: succeed_patched
--- Write the successor of a row that an operator patched; its payload follows.
-INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
-                    destination, submitted_by, not_before, payload_bytes)
-SELECT :number, :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :lane, :priority, :destination,
-       submitted_by, :not_before, length(:payload)
-FROM outbox WHERE seq = :seq;
-
--- name: succeed_patched_payload
--- Write the payload, patched or in a trace of its own, for the successor just written.
-INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), :payload);
 
 -- name: reported
 -- The broker has heard of the ends with these numbers.

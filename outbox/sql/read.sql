@@ -1,7 +1,3 @@
--- name: seq_of_client_message_id
--- The row of a send that was not moved.
-SELECT seq FROM outbox WHERE client_message_id = ?1;
-
 -- name: rows_by_client_message_id
 -- The rows with these client_message_ids, and the moved rows of these numbers.
 SELECT json_group_array(json(stored))
@@ -30,9 +26,11 @@ ORDER BY seq;
 SELECT seq FROM outbox WHERE superseded_by = :id UNION ALL SELECT seq FROM outbox_settled WHERE superseded_by = :seq;
 
 -- name: failed_posts
--- The posts of these rows that the broker did not accept: [[id, [at, ms it took, code, broker, since, times]], …], a row's
--- oldest first.
-SELECT json_group_array(json_array(outbox.id, json(post.value)))
+-- The posts of these rows that the broker did not accept, as operators see them, a row's oldest first.
+SELECT json_group_array(json_object(
+    'row_id', outbox.id, 'at', strftime('%Y-%m-%dT%H:%M:%fZ', (post.value ->> 0) / 1000.0, 'unixepoch'),
+    'seconds', (post.value ->> 1) / 1000.0, 'code', post.value ->> 2, 'broker', post.value ->> 3,
+    'since', strftime('%Y-%m-%dT%H:%M:%fZ', (post.value ->> 4) / 1000.0, 'unixepoch'), 'times', post.value ->> 5))
 FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
 CROSS JOIN json_each(posts) AS post;
 
@@ -57,8 +55,9 @@ WHERE (:noun IS NULL OR noun = :noun) AND (:verb IS NULL OR verb = :verb) AND (:
 ORDER BY seq DESC LIMIT :limit;
 
 -- name: log
--- What operators did to these rows, oldest first.
-SELECT json_group_array(json_array(at, verb, actor, reason, row_id, detail))
+-- What operators did to these rows, as they see it, oldest first.
+SELECT json_group_array(json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', at / 1000.0, 'unixepoch'), 'verb', verb,
+                                    'actor', actor, 'reason', reason, 'row_id', row_id, 'detail', detail))
 FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?1)) ORDER BY seq);
 
 -- name: walk_all

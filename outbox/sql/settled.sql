@@ -55,10 +55,6 @@ DELETE FROM outbox_payload WHERE seq IN (SELECT value FROM json_each(?));
 -- The same with what is known of their failed posts.
 DELETE FROM outbox_failed_posts WHERE seq IN (SELECT value FROM json_each(?));
 
--- name: newest
--- The newest row of the outbox, and the newest that was moved.
-SELECT coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0);
-
 -- name: candidates
 -- The rows that may have one of these ids.
 SELECT seq, client_message_id
