@@ -7,7 +7,6 @@ from outbox.model import (
     Caller,
     ClaimedRow,
     DoneRow,
-    OutboxCounts,
     OutboxSettings,
     Post,
     RelayControl,
@@ -18,7 +17,6 @@ from outbox.model import (
     to_datetime,
 )
 from outbox.outbox import Outbox
-from postroom._wire.operations import Verb
 
 __all__ = [
     "Accepted",
@@ -27,14 +25,12 @@ __all__ = [
     "ClaimedRow",
     "DoneRow",
     "Outbox",
-    "OutboxCounts",
     "OutboxSettings",
     "Post",
     "RelayControl",
     "RowFilter",
     "Settlement",
     "Unanswered",
-    "Verb",
     "Verdict",
     "stopped",
     "to_datetime",

@@ -440,6 +440,6 @@ async def durably(write: Callable[[], Awaitable[T]]) -> T:
             return await write()
         except sqlite3.Error as error:
             if not is_full(error):
-                raise Fatal(exit_after(error), f"writing the event store failed: {error}; check the disk") from error
+                raise _failed(Path(), error) from error
             _log.error("disk_full", advice="free some space: the agent waits")
             await asyncio.sleep(_DISK_PAUSE)
