@@ -1,7 +1,5 @@
 """Many wishes of one kind in few statements: what is asked for while one is under way shares the next."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
