@@ -31,17 +31,26 @@ MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
 
 
 class _Kind(NamedTuple):
-    """What messages may be addressed to by a name: what is asked for, a thing, and things."""
+    """What messages may be addressed to by a name: what is asked for, a thing, things, and how they are stored."""
 
     wanted: type[api.CreateTopic | api.CreateQueue]
     thing: type[Any]
     things: type[Any]
+    create: str
+    find: str
+    delete: str
 
 
 _KINDS: Final = {
-    "topic": _Kind(api.CreateTopic, api.Topic, api.TopicList),
-    "queue": _Kind(api.CreateQueue, api.Queue, api.QueueList),
-}
+    "topic": _Kind(
+        api.CreateTopic, api.Topic, api.TopicList,
+        QUERIES["create_topic"], QUERIES["list_topics"], QUERIES["delete_topic"],
+    ),
+    "queue": _Kind(
+        api.CreateQueue, api.Queue, api.QueueList,
+        QUERIES["create_queue"], QUERIES["list_queues"], QUERIES["delete_queue"],
+    ),
+}  # fmt: skip
 
 
 class Administration:
@@ -75,7 +84,7 @@ class Administration:
         """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
         slug = request.match_info["mesh"]
         async with changing(self._database, request, "delete", "mesh", slug) as connection:
-            mesh_id = await _there("mesh", slug, connection, "lock_mesh", slug)
+            mesh_id = await _there("mesh", slug, connection, QUERIES["lock_mesh"], slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = (
                     f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
@@ -110,7 +119,7 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
-            await _there("member", name, connection, "revoke_member", mesh_id, name)
+            await _there("member", name, connection, QUERIES["revoke_member"], mesh_id, name)
             await forget_daemons(connection, mesh, name)
         self._authentication.forget()
         return web.Response(status=204)
@@ -220,7 +229,7 @@ class Destinations:
         wanted = await decode_body(request, self._kind.wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
         async with changing(self._database, request, "create", self._noun, mesh, name) as connection:
-            row = await connection.fetchrow(QUERIES[f"create_{self._noun}"], await _mesh_id(connection, mesh), name)
+            row = await connection.fetchrow(self._kind.create, await _mesh_id(connection, mesh), name)
             if row is None:
                 raise _exists(self._noun, name)
         return json_response(self._kind.thing(mesh=mesh, **row), 201)
@@ -229,7 +238,7 @@ class Destinations:
         """`GET /v1/topics?mesh=`, say."""
         mesh = _asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            rows = await connection.fetch(QUERIES[f"list_{self._noun}s"], await _mesh_id(connection, mesh))
+            rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
         return json_response(
             self._kind.things(**{f"{self._noun}s": [self._kind.thing(mesh=mesh, **row) for row in rows]})
         )
@@ -239,7 +248,7 @@ class Destinations:
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
-            await _there(self._noun, name, connection, f"delete_{self._noun}", mesh_id, name)
+            await _there(self._noun, name, connection, self._kind.delete, mesh_id, name)
         return web.Response(status=204)
 
 
@@ -272,7 +281,7 @@ class Operators:
         """`DELETE /v1/operators/{name}`: its token is worth nothing from now on, and its name stays taken."""
         name = request.match_info["name"]
         async with changing(self._database, request, "revoke", "operator", name) as connection:
-            await _there("operator", name, connection, "revoke_operator", name)
+            await _there("operator", name, connection, QUERIES["revoke_operator"], name)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -302,7 +311,7 @@ class Webhooks:
         secret = f"whsec_{secrets.token_urlsafe(32)}"
         async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
-            await _there("topic", topic, connection, "lock_topic", topic_id)
+            await _there("topic", topic, connection, QUERIES["lock_topic"], topic_id)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
             if row is None:
                 raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
@@ -353,22 +362,22 @@ def _require_self_or_admin(request: web.Request, name: str) -> None:
 
 async def _there(noun: str, name: str, connection: Connection, query: str, *values: object) -> Any:
     """Return what a query finds, or returns of what it changes; raises `NotFound` where that is nothing."""
-    if (found := await connection.fetchval(QUERIES[query], *values)) is None:
+    if (found := await connection.fetchval(query, *values)) is None:
         raise missing(noun, name)
     return found
 
 
 async def _mesh_id(connection: Connection, slug: str) -> int:
-    return int(await _there("mesh", slug, connection, "find_mesh", slug))
+    return int(await _there("mesh", slug, connection, QUERIES["find_mesh"], slug))
 
 
 async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
-    return int(await _there("topic", topic, connection, "find_topic", await _mesh_id(connection, mesh), topic))
+    return int(await _there("topic", topic, connection, QUERIES["find_topic"], await _mesh_id(connection, mesh), topic))
 
 
 async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
     topic_id, mesh_id = await _topic_id(connection, mesh, topic), await _mesh_id(connection, mesh)
-    return topic_id, await _there("member", member, connection, "find_active_member", mesh_id, member)
+    return topic_id, await _there("member", member, connection, QUERIES["find_active_member"], mesh_id, member)
 
 
 def missing(noun: str, name: str) -> NotFound:
