@@ -20,6 +20,7 @@ from broker_client.link import BrokerLink
 from broker_client.settings import RelaySettings
 from outbox import Outbox
 from postroom._wire.accept import DEDUPE_MODES, DedupeFeature, Features
+from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.chassis.ownership import replace_private
@@ -45,7 +46,7 @@ DEFAULT_DEDUPE: Final = DedupeFeature(
     dedupe_retention_days=LEAST_RETENTION_DAYS,
 )
 _FRESH_SECONDS: Final = 15.0  # in which a daemon notices that the broker's database is another one
-_RETRY_SECONDS: Final = 5.0  # after a look-up of done rows that failed
+_RETRIES: Final = Backoff(5.0, 5.0, least=STEADY)  # after a look-up of done rows that failed
 
 
 def max_age_hours(features: Features, override: int | None) -> int:
@@ -247,7 +248,7 @@ class Comparison:
                     await self._outbox.note_compared(progress, up_to, found=found, lost=lost)
                 except PostroomError as error:  # the broker cannot be asked, or the disk is full
                     _log.warning("comparison_waits", code=error.code, reason=str(error))
-                    await asyncio.sleep(_RETRY_SECONDS)
+                    await asyncio.sleep(_RETRIES.seconds(1))
             if progress is not None and (missing := await self._outbox.missing()).rows:
                 _log.error(
                     "messages_missing_at_the_broker",

@@ -1,7 +1,7 @@
 """Trying again: what failed, in words to keep; how long to wait first; `Retry-After`; a deadline that ends it.
 
-`Backoff` is the one formula of a delay, with the one jitter. Whatever waits before another try draws from it: clients,
-the relay, the publisher, a consumer's schedule and a message's own policy, a connection that is opened anew.
+`Backoff` is the one formula of a delay, with the one jitter. Whatever asks a server again draws from it: clients, the
+relay, publishers, a consumer's schedule and a message's own policy, a connection that is opened anew.
 
 What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
 """

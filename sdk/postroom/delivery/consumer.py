@@ -4,7 +4,7 @@ Every kind of handler (HTTP, webhook, agent, job, inbox) runs on it. It knows th
 a message is tried again, when, and which attempt is the last, its handler says, by a record that survives them both.
 It promises, whatever crashes or vanishes:
 
-- a message is acknowledged only after its handler said `Done`, or after its dead letter is in its stream;
+- a message is acknowledged only after its handler said `Done`, or after its dead letter is kept;
 - a message in hand is kept from being delivered elsewhere by in-progress acks, however long its handler takes, and one
   that comes again meanwhile is not handled twice at once here;
 - a `Later` comes back after its delay, and never blocks the others.

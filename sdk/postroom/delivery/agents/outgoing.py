@@ -26,6 +26,7 @@ import structlog
 from nats.js import JetStreamContext
 
 from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.retry import STEADY, Backoff
 from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
@@ -227,7 +228,8 @@ class AgentPublisher:
         )
         self._store = store
         self._turns = turns
-        self._settings = settings
+        self._check_seconds = settings.check_seconds
+        self._retries = Backoff(settings.retry_seconds, settings.retry_seconds, least=STEADY)
         self._context = owner.tenant
 
     async def run(self) -> None:
@@ -243,7 +245,7 @@ class AgentPublisher:
                 _log.warning("agent_streams_unknown", detail=str(error))
             await self.record.prune()
             end_if_cancelled()
-            await asyncio.sleep(self._settings.check_seconds)
+            await asyncio.sleep(self._check_seconds)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -257,7 +259,7 @@ class AgentPublisher:
             if not messages:
                 return
             end_if_cancelled()
-            await asyncio.sleep(self._settings.retry_seconds)
+            await asyncio.sleep(self._retries.seconds(1))
 
     async def keep(self, letter: DeadLetter) -> None:
         """Commit a dead letter and publish it; where JetStream does not take it now, a later claim has it."""

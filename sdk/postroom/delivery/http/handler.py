@@ -3,7 +3,7 @@
     claim        the row in `inbox_messages` says whether this is an attempt, and leases it to us     (a statement)
     call         the handler is called, with the message id as its `Idempotency-Key`
     settle       what it answered is written, if the lease still holds                                (a statement)
-    acknowledge  what is written is told to JetStream; a dead letter is published before that
+    acknowledge  what is written is told to JetStream; a dead letter is kept before that
 
 Whatever crashes between two steps, the message is delivered again and the row says where it stands:
 
