@@ -27,6 +27,7 @@ import structlog
 from postroom._wire import spans
 from postroom._wire.retry import tell
 from postroom._wire.sql import load_queries
+from postroom.chassis.handlers import contained
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.claims import Claim, leases
 from postroom.errors import PostroomError
@@ -175,10 +176,6 @@ class HandlerFailed(PostroomError):
         return failed
 
 
-class HandlerEnded(Exception):
-    """A handler raised what would have ended its worker, or cancelled itself."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """What the legs of a flow run with; `lease` is how long a worker that died holds others off."""
@@ -298,7 +295,7 @@ async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) 
     """Await a handler while its lease is renewed; where it is lost, the handler is cancelled: raises `LeaseLost`."""
     try:
         async with running.leases.holding(entry.claim):
-            return await asyncio.create_task(_contained(work))  # a handler may cancel its own task
+            return await asyncio.create_task(contained(work))  # a handler may cancel its own task
     except leases.LeaseLost as lost:
         raise LeaseLost.of_entry() from lost
 
@@ -319,16 +316,3 @@ def encode(value: Any, what: str) -> str:
         return _encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
-
-
-async def _contained(work: Awaitable[T]) -> T:
-    """Await a handler; whatever would end its worker is an error like any other: raises `HandlerEnded`."""
-    try:
-        return await work
-    except Exception:
-        raise
-    except BaseException as error:
-        current = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
-            raise
-        raise HandlerEnded(f"the handler ended with {tell(error)}") from error

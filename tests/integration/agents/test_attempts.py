@@ -152,20 +152,35 @@ async def counted(running: Running, counter: str) -> bool:
     return getattr(running.consumers[0].counters, counter) == 1
 
 
-async def test_a_receive_that_is_cancelled_from_within_is_a_failed_attempt(context: Context, tmp_path: Path):
-    class Cancelled(Witness):
+@pytest.mark.parametrize("method", ["receive", "apply"])
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (asyncio.CancelledError(), "CancelledError"),
+        (SystemExit(3), "SystemExit: 3"),
+        (BaseException("odd"), "BaseException: odd"),
+    ],
+    ids=["cancelled", "leaves", "odd"],
+)
+async def test_what_would_end_the_process_is_a_failed_attempt(
+    context: Context, tmp_path: Path, ending: BaseException, words: str, method: str
+):
+    class Ending(Witness):
         async def receive(self, envelope: Envelope) -> list[Emit]:
             effects = await super().receive(envelope)
-            if self.attempt == 1:
-                raise asyncio.CancelledError
+            if method == "receive" and self.attempt == 1:
+                raise ending
             return effects
 
+        def apply(self, state: Tally, event: Envelope) -> Tally:
+            if method == "apply" and self.attempt == 1:
+                raise ending
+            return super().apply(state, event)
+
     await context.publish(["order-1"], order(0))
-    async with running_agent(context, tmp_path, Cancelled):
+    async with running_agent(context, tmp_path, Ending):
         await settled(context)
-    assert Witness.told == [
-        (1, None), (2, "RuntimeError: receive was cancelled by something that it awaited")
-    ]  # fmt: skip
+    assert Witness.told == [(1, None), (2, f"HandlerEnded: the handler ended with {words}")]
 
 
 async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp_path: Path):

@@ -8,6 +8,7 @@ import asyncio
 from typing import Any, Final, NamedTuple
 
 from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
+from postroom.chassis.handlers import contained
 from postroom.delivery.agents.envelopes import digest, later
 from postroom.delivery.agents.store import Owner, Record, Role, Tried, with_payload
 from postroom.delivery.subjects import command_subject, event_subject
@@ -156,11 +157,18 @@ class Deciding:
         self._agent.last_error = tried.last_error or None
 
     async def decide(self, subject: str, envelope: Envelope, state: Any, version: int) -> Decision:
-        """Handle a message whose entity has `version`; raises whatever the agent raises, and changes nothing then."""
+        """Handle a message whose entity has `version`; raises whatever the agent raises, and changes nothing then.
+
+        What would end the process, as `sys.exit`, becomes a `HandlerEnded`.
+        """
         if envelope.expected_version is not None and envelope.expected_version != version:
             message = received_draft("conflict", subject, envelope, envelope.payload)
             return Decision([message, self._emitter.conflict(envelope, version)], state)
-        message = received_draft("handled", subject, envelope, envelope.payload)
+        return await contained(
+            self._handled(received_draft("handled", subject, envelope, envelope.payload), state, version)
+        )
+
+    async def _handled(self, message: Draft, state: Any, version: int) -> Decision:
         self._agent.state = state
         try:
             async with asyncio.timeout(self._receive_seconds) as limit:
@@ -169,12 +177,8 @@ class Deciding:
             if not limit.expired():
                 raise
             raise TimeoutError(f"receive took longer than {self._receive_seconds:g} s") from error
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise  # the agent is being stopped
-            raise RuntimeError("receive was cancelled by something that it awaited") from error
         effects = enumerate(effects_of(returned, self._name))
         drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
         for draft in drafts:
             state = self._agent.apply(state, draft.envelope)
-        return Decision(drafts, state, None if envelope.entity_id is None else version + 1)
+        return Decision(drafts, state, None if message.envelope.entity_id is None else version + 1)
