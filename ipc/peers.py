@@ -77,23 +77,22 @@ class Policy:
 
 
 class LocalToken:
-    """The token in `file`, and the one before it while its grace lasts."""
+    """The token in `file`, and each one before it while its grace lasts."""
 
     def __init__(self, file: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Read the token; raises `Fatal` (78) where the file cannot be read or others could read it."""
         self._file = file
         self._clock = clock
         self._identity, self._token = _read(file)
-        self._previous = ""
-        self._previous_until = 0.0
+        self._before: dict[str, float] = {}  # tokens that were replaced, each with the end of its grace
 
     def matches(self, token: str) -> bool:
         """Tell, in constant time, whether `token` is the current one or one in its grace."""
         self._notice_rotation()
         given = token.encode(errors="surrogateescape")  # as the header had it, were it no UTF-8
-        current = hmac.compare_digest(given, self._token.encode())
-        before = hmac.compare_digest(given, self._previous.encode()) and self._clock() < self._previous_until
-        return current or before
+        now = self._clock()
+        valid = [self._token, *(before for before, until in self._before.items() if now < until)]
+        return True in [hmac.compare_digest(given, each.encode()) for each in valid]  # always all of them
 
     def _notice_rotation(self) -> None:
         try:
@@ -102,7 +101,9 @@ class LocalToken:
             identity, token = _read(self._file)
         except (OSError, Fatal):
             return  # half-way through a rotation, or a file others can read: what was read before stays good
-        self._previous, self._previous_until = self._token, identity[2] / 1e9 + GRACE_SECONDS
+        now = self._clock()
+        self._before = {each: until for each, until in self._before.items() if now < until}
+        self._before[self._token] = identity[2] / 1e9 + GRACE_SECONDS
         self._identity, self._token = identity, token
 
 

@@ -146,6 +146,22 @@ def test_a_rotated_token_is_taken_for_its_grace_and_no_longer(tmp_path: Path) ->
     assert token.matches(second)
 
 
+def test_each_of_two_rotations_leaves_a_token_its_grace(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    now = [0.0]
+    token = LocalToken(file, clock=lambda: now[0])
+    replaced = {}
+    for _ in range(2):
+        old = file.read_text().strip()
+        rotate(file)
+        replaced[old] = file.stat().st_mtime + GRACE_SECONDS
+        assert token.matches(file.read_text().strip())
+    for old, until in replaced.items():
+        for now[0], good in ((until - 1, True), (until + 1, False)):
+            assert token.matches(old) is good
+
+
 def test_a_rotation_that_fails_leaves_no_token_behind(tmp_path: Path) -> None:
     (taken := tmp_path / "local.token").mkdir()
     with pytest.raises(Fatal, match="cannot write the token file") as refusal:
