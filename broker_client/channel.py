@@ -127,21 +127,17 @@ class Channel:
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
-        self._tls = trusting(settings.ca_file, "broker.ca_file")
         self._path, self._always = site.prefix, site.lines("postroom-daemon")
-        self._pool: Pool | None = None
+        self._pool = Pool(url_dial(self.base, trusting(settings.ca_file, "broker.ca_file")))
 
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.close()
+        await self._pool.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """Send one request and read its whole answer; raises `RequestFailed` where there is none."""
         framing = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._always}Authorization: Bearer {self.token.read()}\r\n"
-        self._pool = self._pool or Pool(url_dial(self.base, self._tls))
         try:
             answer, content = await self._pool.exchange(
                 f"{head}{framing}\r\n".encode() + (body or b""),

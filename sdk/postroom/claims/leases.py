@@ -11,9 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from postroom._wire.retry import Backoff
-from postroom.claims import Claim
+from postroom.claims import Claim, Claims
 
 _RENEWALS: Final = 3  # in the length of a lease, so that one may fail
+
+
+async def renewed(table: Claims, held: Sequence[Claim], seconds: float) -> list[Claim]:
+    """Prolong leases of a table; return those that still held."""
+    ends = await table.renew([(claim.key, claim.owner) for claim in held], seconds)
+    return [claim for claim, end in zip(held, ends, strict=True) if end is not None]
 
 
 class LeaseLost(Exception):

@@ -14,9 +14,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,7 +75,8 @@ class Registry:
         self._store = store
         self._group = group
         self._wait = wait
-        self._leases = leases.Leases(self._renewed, lease, clock=clock, sleep=sleep)
+        renew = partial(leases.renewed, store, seconds=lease)
+        self._leases = leases.Leases(renew, lease, clock=clock, sleep=sleep)
 
     def once(self, tenant: str, topic: str, key: str) -> AbstractAsyncContextManager[Claim]:
         """Do something once: the block runs with a claim, whose `first` says whether to do it.
@@ -159,10 +161,6 @@ class Registry:
         row = (await self._store.look_up([scope.columns])).get(scope.columns)
         if row is None or (row.owner, state_of(row)) != (owner, state):
             raise LeaseLost.of_scope(scope)
-
-    async def _renewed(self, claims: Sequence[Run]) -> list[Run]:
-        ends = await self._store.renew([(claim.key, claim.owner) for claim in claims], self.lease)
-        return [claim for claim, end in zip(claims, ends, strict=True) if end is not None]
 
     @asynccontextmanager
     async def _claimed(self, scope: Scope) -> AsyncIterator[Claim]:

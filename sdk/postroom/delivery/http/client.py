@@ -109,17 +109,15 @@ class HandlerClient:
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
         tls = trusting(settings.ca_file, "handler.ca_file")
-        self._dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
-        self._pool: Pool | None = None
+        dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
+        self._pool = Pool(dial, idle_seconds=_IDLE_SECONDS)
         self._head = f"POST {target} HTTP/1.1\r\n{site.lines('postroom-consumer')}"
         # All that comes before a request is sent, the look-up of a name too.
         self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.close()
+        await self._pool.close()
 
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post one request, signed where there is a secret, and return what came of it."""
@@ -147,7 +145,6 @@ class HandlerClient:
         return Answer(None, code, f"no connection to {self.name}: {why}")
 
     async def _exchange(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        self._pool = self._pool or Pool(self._dial, idle_seconds=_IDLE_SECONDS)
         head = f"{self._head}{lines_of(headers.items())}Content-Length: {len(body)}\r\n\r\n"
         answer, content = await self._pool.exchange(
             head.encode() + body,

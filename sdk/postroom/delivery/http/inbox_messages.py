@@ -27,7 +27,7 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.grouped import Grouped
 from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, open_rooms, rest_since
 from postroom.claims import Claim, Ended, Outcome, State, Table
-from postroom.claims.leases import Leases
+from postroom.claims.leases import Leases, renewed
 from postroom.claims.postgres import PostgresClaims
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import ACK_TIMEOUT
@@ -122,8 +122,7 @@ class InboxMessages:
 
     async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """Prolong leases; return those that still held."""
-        ends = await self._claims.renew([(claim.key, claim.owner) for claim in claims], self._lease_seconds)
-        return [claim for claim, end in zip(claims, ends, strict=True) if end is not None]
+        return await renewed(self._claims, claims, self._lease_seconds)
 
     async def _claim(self, messages: Sequence[Incoming]) -> list[State]:
         rows = [
