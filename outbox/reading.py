@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -174,9 +174,19 @@ class Reader:
     async def _page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int) -> OutboxPage:
         after: int | None = seq_of(cursor)
         rows: list[OutboxRow] = []
+        age = row_filter.older_than_seconds
+        parameters = {
+            "until": until,
+            "scan": _SCAN,
+            "status": row_filter.status,
+            "destination": row_filter.destination,
+            "held": row_filter.held,
+            "code": row_filter.code,
+            "enqueued_before": None if age is None else now - int(age * 1000),
+        }
         for _ in range(_SCANS_PER_PAGE):
-            walk = _Walk(row_filter, after or 0, until, limit - len(rows), now)
-            found, after = await self._read(walk.step)
+            step = {**parameters, "after": after or 0, "limit": limit - len(rows)}
+            found, after = await self._read(_walk, row_filter, step)
             rows += found
             if after is None or len(rows) == limit:
                 break
@@ -257,39 +267,17 @@ class Reader:
         return {destination: RelayControl(bool(paused), rate) for destination, paused, rate in rows}
 
 
-class _Walk(NamedTuple):
-    """One step of a list: the next candidates, and those of them that match."""
-
-    filter: RowFilter
-    after: int
-    until: int
-    limit: int
-    now: int  # ms since the epoch
-
-    def step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
-        """Return the rows found, and after which row to go on: None at the end."""
-        wanted = self.filter
-        age = wanted.older_than_seconds
-        parameters = {
-            "after": self.after,
-            "until": self.until,
-            "limit": self.limit,
-            "scan": _SCAN,
-            "status": wanted.status,
-            "destination": wanted.destination,
-            "held": wanted.held,
-            "code": wanted.code,
-            "enqueued_before": None if age is None else self.now - int(age * 1000),
-        }
-        walk = "walk_ids" if wanted.ids is not None else _WALKS.get(wanted.status or "", "walk_all")
-        named = _encode(sorted(find_rows(db, wanted.ids or []))).decode()
-        candidates = _value(db, walk, {**parameters, "named": named})
-        seqs = _decode_seqs(candidates)
-        found = _decode_page(_value(db, "page", {**parameters, "seqs": candidates}))
-        rows = [_view(row) for _, row in found]
-        if len(found) == self.limit:
-            return rows, found[-1][0]
-        return rows, seqs[-1] if len(seqs) == _SCAN else None
+def _walk(db: sqlite3.Connection, wanted: RowFilter, parameters: dict[str, Any]) -> tuple[list[OutboxRow], int | None]:
+    """Take one step of a list; returns the rows found, and after which row to go on: None at the end."""
+    walk = "walk_ids" if wanted.ids is not None else _WALKS.get(wanted.status or "", "walk_all")
+    named = _encode(sorted(find_rows(db, wanted.ids or []))).decode()
+    candidates = _value(db, walk, {**parameters, "named": named})
+    seqs = _decode_seqs(candidates)
+    found = _decode_page(_value(db, "page", {**parameters, "seqs": candidates}))
+    rows = [_view(row) for _, row in found]
+    if len(found) == parameters["limit"]:
+        return rows, found[-1][0]
+    return rows, seqs[-1] if len(seqs) == _SCAN else None
 
 
 def _view(stored: _Stored) -> OutboxRow:

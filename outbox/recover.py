@@ -129,16 +129,6 @@ class _Moved(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     checksum: int = 0
 
 
-class _Common(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
-    """What moved rows share, as the index of `outbox_common` has it."""
-
-    destination: str
-    priority: _Priority
-    submitted_by: _Owner
-    last_error: str
-    number: _Number
-
-
 class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """The counters, in their order."""
 
@@ -153,84 +143,19 @@ class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     waiting_room: _Number
     kept_room: _Number
 
-    @property
-    def rows(self) -> int:
-        """All rows there are."""
-        return self.pending + self.inflight + self.done + self.dead + self.aborted
 
+# Rows of other tables, in the order of their columns, and keys of indexes and of tables without rowids.
+_Shared = tuple[str, _Priority, _Owner, str]  # by moved rows: destination, priority, submitted_by, last_error
+_CommonRow = tuple[int, str, _Priority, _Owner, str]
+_CommonKey = tuple[str, _Priority, _Owner, str, _Number]
+_Payload = tuple[int, bytes]
+_LogLine = tuple[int, _Time, str, str, str, str | None, str | None]
+_Recovered = tuple[int, _Number, _Number | None, _Number, _Time | None, str | None]
+_Control = tuple[str, Literal[0, 1], float | None]
+_Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
+_Key = tuple[int, _Number]  # the same of a moved row, by its key
 
-class _LogLine(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A line of the operator log, in its order."""
-
-    seq: int
-    at: _Time
-    verb: str
-    actor: str
-    reason: str
-    row_id: str | None
-    detail: str | None
-
-
-class _CommonRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A row of the table `outbox_common`, in its order."""
-
-    number: int
-    destination: str
-    priority: _Priority
-    submitted_by: _Owner
-    last_error: str
-
-
-class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A row of the table `outbox_payload`, in its order."""
-
-    seq: int
-    payload: bytes
-
-
-class _Recovered(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A row of the table `outbox_recovery`, in its order."""
-
-    at: int
-    saved: _Number
-    missing: _Number | None
-    buried: _Number
-    accepted_at: _Time | None
-    accepted_by: str | None
-
-
-class _Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
-    """A row of the table `relay_control`, in its order."""
-
-    destination: str
-    paused: Literal[0, 1]
-    rate_per_second: float | None
-
-
-class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
-    """An entry of an index of ids."""
-
-    text: _Id
-    seq: _Number
-
-
-class _Key(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
-    """A key of a moved row's id."""
-
-    key: int
-    seq: _Number
-
-
-class _Object(NamedTuple):
-    """A table or an index of the new file."""
-
-    name: str
-    root: int
-    table: bool
-    columns: int
-
-
-_NOBODY: Final = ("", "next", "-1:-1", "")  # what is not known of what rows share
+_NOBODY: Final[_Shared] = ("", "next", "-1:-1", "")
 
 
 def _fingerprint_of(payload: bytes | None) -> bytes | None:
@@ -320,10 +245,10 @@ class _Salvage:
         self._new = new
         self._now = now
         self._salt = read_salt(new)
-        schema = [_Object(*row) for row in new.execute(_QUERIES["schema"])]
-        self._roots = {each.name: each.root for each in schema}
-        self._shapes = {each.name: (each.columns, True) for each in schema if each.table}
-        self._records = Records(pages, {each.root: each.table for each in schema}, self._shapes.values())
+        schema = new.execute(_QUERIES["schema"]).fetchall()
+        self._roots = {name: root for name, root, _, _ in schema}
+        self._shapes = {name: (columns, True) for name, _, table, columns in schema if table}
+        self._records = Records(pages, {root: table for _, root, table, _ in schema}, self._shapes.values())
         self._highest: Counter[str] = Counter()  # number that each table and each index knows of
         self._without_message: dict[int, _Live] = {}  # rows that wait, by number
         self._room = self._payload_bytes = self._moved = 0  # of the rows that were found
@@ -333,16 +258,16 @@ class _Salvage:
         (keeps_payloads,) = self._new.execute(_QUERIES["trigger"], ("outbox_keeps_payloads",)).fetchone()
         self._new.execute(_QUERIES["drop_trigger"])
         self._read_indexes()
-        shared = {row.number: astuple(row)[1:] for row in self._rows("outbox_common", _CommonRow)}
-        indexed = self._keys("sqlite_autoindex_outbox_common_1", _Common)
-        shared |= {key.number: astuple(key)[:-1] for key, sound in indexed if sound}
+        shared: dict[int, _Shared] = {number: tuple(row) for number, *row in self._rows("outbox_common", _CommonRow)}
+        indexed = self._keys("sqlite_autoindex_outbox_common_1", _CommonKey)
+        shared |= {number: tuple(row) for (*row, number), sound in indexed if sound}
         for row in self._rows("outbox_settled", _Moved):
             if row.checksum == checksum_of(astuple(row)[:-1]):
                 self._moved += self._write_moved(row, shared.get(row.common, _NOBODY))
-        for message in self._rows("outbox_payload", _Payload):  # those without a row go again
+        for seq, payload in self._rows("outbox_payload", _Payload):  # those without a row go again
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                msgspec.json.decode(message.payload, type=Envelope)
-                self._new.execute(_QUERIES["keep_payload"], astuple(message))
+                msgspec.json.decode(payload, type=Envelope)
+                self._new.execute(_QUERIES["keep_payload"], (seq, payload))
         saved = self._moved + self._keep_rows()
         missing = self._missing(saved)
         buried = self._bury()
@@ -351,19 +276,19 @@ class _Salvage:
         self._new.execute(_QUERIES["recount"])
         self._new.execute(_QUERIES["report_again"])
         for line in self._rows("operator_log", _LogLine):
-            self._new.execute(_QUERIES["keep_log_line"], astuple(line))
+            self._new.execute(_QUERIES["keep_log_line"], line)
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
-        entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
+        entries = (seq for (_, seq), sound in self._keys("operator_log_row", _Entry) if sound)
         last = max(self._highest["operator_log"], max(filter(self._is_number, entries), default=0))
         for control, _ in self._keys("relay_control", _Control):
-            self._new.execute(_QUERIES["keep_control"], astuple(control))
+            self._new.execute(_QUERIES["keep_control"], control)
         for recovery in self._rows("outbox_recovery", _Recovered):
-            self._new.execute(_QUERIES["keep_recovery"], astuple(recovery))
+            self._new.execute(_QUERIES["keep_recovery"], recovery)
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
         return Recovery(source, saved, missing, buried, lines, max(0, last - lines), self._pages.damaged_frames)
 
-    def _rows(self, table: str, kind: type[T]) -> Iterator[T]:
-        """Yield the rows of a table that are what they should be, with their numbers; the newest of each first."""
+    def _rows(self, table: str, kind: Any) -> Iterator[Any]:
+        """Yield the rows of a table that are of their kind, with their numbers; the newest of each first."""
         for row in self._records.rows(self._shapes[table]):
             if self._is_number(row.rowid):
                 with contextlib.suppress(msgspec.ValidationError):
@@ -371,8 +296,8 @@ class _Salvage:
                     self._highest[table] = max(self._highest[table], row.rowid)
                     yield found
 
-    def _keys(self, index: str, kind: type[T]) -> Iterator[tuple[T, bool]]:
-        """Yield the keys of an index that are what they should be, each with whether it is where it should be."""
+    def _keys(self, index: str, kind: Any) -> Iterator[tuple[Any, bool]]:
+        """Yield the keys of an index that are of their kind, each with whether it is where it should be."""
         for page in self._records.keys(self._roots[index]):
             keys = []
             for key in page:
@@ -388,15 +313,15 @@ class _Salvage:
         """Note what the indexes say of each number."""
         self._new.execute(_QUERIES["create_indexed"])
         for query, name in (("indexed_name", "sqlite_autoindex_outbox_2"), ("indexed_id", "sqlite_autoindex_outbox_1")):
-            for key, sound in self._keys(name, _Entry):
-                if self._is_number(key.seq):
-                    self._new.execute(_QUERIES[query], {"seq": key.seq, "text": key.text, "sound": sound})
-                    self._highest[name] = max(self._highest[name], key.seq * sound)
-        for moved, sound in self._keys("outbox_settled_key", _Key):
-            if sound and self._is_number(moved.seq):
-                self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], moved.seq)
+            for (text, seq), sound in self._keys(name, _Entry):
+                if self._is_number(seq):
+                    self._new.execute(_QUERIES[query], {"seq": seq, "text": text, "sound": sound})
+                    self._highest[name] = max(self._highest[name], seq * sound)
+        for (_, seq), sound in self._keys("outbox_settled_key", _Key):
+            if sound and self._is_number(seq):
+                self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], seq)
 
-    def _write_moved(self, row: _Moved, shared: tuple[str, str, str, str]) -> bool:
+    def _write_moved(self, row: _Moved, shared: _Shared) -> bool:
         """Write a row as one that was moved; says whether it was whole, and not there before."""
         ids = (row.id, row.client_message_id, row.broker_message_id or "")
         if not all(isinstance(each, str) or (isinstance(each, bytes) and len(each) in PACKED_BYTES) for each in ids):
@@ -419,7 +344,7 @@ class _Salvage:
 
     def _keep_rows(self) -> int:
         """Write the other rows; returns how many."""
-        rows = self._rows("outbox", _Live)
+        rows: Iterator[_Live] = self._rows("outbox", _Live)
         sample = list(islice(rows, _SAMPLE))
         computed = sum(_fingerprint_of(self._payload(row)) == row.request_fingerprint for row in sample)
         strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and tell nothing
@@ -483,7 +408,7 @@ class _Salvage:
         if not self._pages.is_current(self._roots["tally"]):
             return None
         for tally in self._rows("tally", _Tally):
-            missing = tally.rows - saved
+            missing: int = sum(astuple(tally)[1:6]) - saved  # of each state
             waited = missing - (tally.moved - self._moved)
             room = tally.waiting_room + tally.kept_room - self._room
             payload_bytes = tally.payload_bytes - self._payload_bytes

@@ -17,20 +17,8 @@ _LONGEST_WAIT: Final = 3_600_000  # ms: the longest backoff that can be configur
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class _Claimed(NamedTuple):
-    """What `taken` returns, in its order."""
-
-    row_id: str
-    client_message_id: str
-    fingerprint: str  # hex
-    payload: msgspec.Raw
-    destination: str
-    attempts: int
-    age_from: int
-
-
 _decode_candidates: Final = msgspec.json.Decoder(list[tuple[int, int]]).decode
-_decode_claimed: Final = msgspec.json.Decoder(list[_Claimed]).decode
+_decode_claimed: Final = msgspec.json.Decoder(list[tuple[str, str, str, msgspec.Raw, str, int, int]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 
 
@@ -234,14 +222,6 @@ def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow
     """Return the rows that a claim took, in its order; runs on the thread of any connection."""
     (found,) = db.execute(_QUERIES["taken"], (_encode(seqs).decode(),)).fetchone()
     return [
-        ClaimedRow(
-            row.row_id,
-            row.client_message_id,
-            bytes.fromhex(row.fingerprint),
-            bytes(row.payload),
-            row.destination,
-            row.attempts,
-            row.age_from,
-        )
-        for row in _decode_claimed(found)
+        ClaimedRow(row_id, name, bytes.fromhex(fingerprint), bytes(payload), to, attempts, age_from)
+        for row_id, name, fingerprint, payload, to, attempts, age_from in _decode_claimed(found)
     ]
