@@ -122,18 +122,7 @@ class History:
             rows = await connection.fetch(
                 QUERIES["find_latest"], mesh_id, *before, query.since or _FIRST, LOOK_AT, *wanted
             )
-        found = [
-            MessageLine(
-                history_id=row["history_id"],
-                broker_message_id=str(row["broker_message_id"]),
-                client_message_id=row["client_message_id"],
-                sender=row["sender"],
-                to=row["destination"],
-                accepted_at=row["accepted_at"],
-            )
-            for row in rows
-            if row["history_id"] is not None
-        ]
+        found = [msgspec.convert(dict(row), MessageLine) for row in rows if row["history_id"] is not None]
         last: tuple[datetime, int] | None = None
         if len(found) == query.limit:
             last = found[-1].accepted_at, found[-1].history_id

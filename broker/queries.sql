@@ -398,8 +398,8 @@ WITH looked_at AS MATERIALIZED (
     )
   ORDER BY accepted_at DESC, history_id DESC LIMIT $6
 )
-SELECT extent.looked_at, last_at, last_id, broker_message_id, client_message_id, sender, accepted_at, history_id,
-  destination_kind || ':' || destination_ref AS destination
+SELECT extent.looked_at, last_at, last_id, broker_message_id::text, client_message_id, sender, accepted_at, history_id,
+  destination_kind || ':' || destination_ref AS "to"
 FROM extent LEFT JOIN page ON true ORDER BY accepted_at DESC, history_id DESC;
 
 -- name: read_message

@@ -36,7 +36,7 @@ from postroom.delivery.streams import (
 from postroom.errors import Conflict, PostroomError, Unavailable
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import Registry
-from postroom.worker.config import OnceSettings, WorkerConfig
+from postroom.worker.config import WorkerConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class Upkeep:
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, sources, record)
-        self._once = OnceRetention(pool, config.once)
+        self._keys = PostgresStore(pool)  # of all tenants, topics and groups; handlers create it, where they do
         self._durables: Sequence[Durable] = ()
         self._durables_at = -math.inf  # by the loop's clock
 
@@ -145,7 +145,9 @@ class Upkeep:
         await self._work_queues.check(link, self._audit)
         await self._work_queues.prune()
         await self._record.prune()
-        await self._once.forget()
+        keep = self._config.once.keep_days
+        if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):
+            _log.info("keys_forgotten", keys=forgotten)  # no other program of ours looks after them
         if self._broker is not None:
             meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
             await know_meshes(self._pool, meshes)
@@ -211,22 +213,3 @@ class Upkeep:
                 except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
                     _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
         return done
-
-
-class OnceRetention:
-    """Forgets old keys of the idempotency registry in the worker's database, of every tenant, topic and group.
-
-    Handlers create it (`postroom.once`), where they do; no other program of ours looks after it.
-    """
-
-    def __init__(self, pool: Pool, settings: OnceSettings) -> None:
-        self._store = PostgresStore(pool)
-        self._registry = Registry(self._store)
-        self._settings = settings
-
-    async def forget(self) -> None:
-        """Forget what ended longer ago than it is kept; nothing where there is no registry. Raises `PostroomError`."""
-        if not await self._store.is_there():
-            return
-        if forgotten := await self._registry.forget_old(self._settings.keep_days):
-            _log.info("keys_forgotten", keys=forgotten)
