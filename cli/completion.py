@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -154,8 +154,9 @@ destinations = either(_of_broker(_destinations), _of_daemon(_row_destinations))
 anything = either(rows, letters, jobs)
 
 
-def join_words(environ: MutableMapping[str, str] = os.environ) -> int:
+def join_words() -> int:
     """Put together what bash cuts at colons, as in `topic:orders`; return how much of the word bash has already."""
+    environ = os.environ
     if environ.get("_POSTROOM_COMPLETE") != "complete_bash" or ":" not in environ.get("COMP_WORDS", ""):
         return 0
     words, number = environ["COMP_WORDS"].split("\n"), int(environ.get("COMP_CWORD", "0"))

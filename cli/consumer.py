@@ -12,7 +12,7 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
-from cli.output import ago, fields, json_line, line, listing
+from cli.output import ago, fields, listing, one_by_one
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
@@ -90,26 +90,7 @@ def show(
     found = [one for one in _find(reach) if one.consumer == name]
     if not found:
         raise Fatal(Exit.NOT_FOUND, f"there is no consumer {name!r}: `postroom consumer list` shows them")
-    for number, one in enumerate(found):
-        if as_json:
-            json_line(one)
-            continue
-        if number:
-            line("")
-        fields(
-            [
-                ("consumer", one.consumer),
-                ("stream", one.stream),
-                ("takes", ", ".join(one.filters)),
-                ("state", one.state),
-                ("waiting", one.waiting),
-                ("in hand", one.in_hand),
-                ("came before", one.again),
-                ("begun", one.begun),
-                ("oldest", one.oldest_at),
-                ("last seen", one.seen_at),
-            ]
-        )
+    one_by_one(found, _show, as_json=as_json)
 
 
 Names = Annotated[
@@ -159,6 +140,23 @@ def _find(reach: Reach) -> list[Durable]:
 def _cells(one: Durable) -> tuple[Any, ...]:
     oldest, seen = ago(one.oldest_at), ago(one.seen_at)
     return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, one.state)
+
+
+def _show(one: Durable) -> None:
+    fields(
+        [
+            ("consumer", one.consumer),
+            ("stream", one.stream),
+            ("takes", ", ".join(one.filters)),
+            ("state", one.state),
+            ("waiting", one.waiting),
+            ("in hand", one.in_hand),
+            ("came before", one.again),
+            ("begun", one.begun),
+            ("oldest", one.oldest_at),
+            ("last seen", one.seen_at),
+        ]
+    )
 
 
 @app.command()

@@ -10,7 +10,7 @@ import typer
 
 from cli.connect import with_daemon
 from cli.noun import Json, Socket, moment, named, noun, with_options
-from cli.output import ago, json_line, line, note, table
+from cli.output import ago, json_line, line, listing_pages
 
 if TYPE_CHECKING:
     from postroom import Client, InboxMessage
@@ -66,41 +66,23 @@ def list_(
     from postroom import InboxQuery  # noqa: PLC0415
     from postroom._wire.sends import MAX_PAGE  # noqa: PLC0415
 
-    query = InboxQuery(**filters.members(), cursor=cursor)
-    shown: list[InboxMessage] = []
+    query = InboxQuery(**filters.members())
 
-    def work(client: Client) -> str | None:
-        count, after = 0, cursor
-        while True:
-            size = MAX_PAGE if everything else min(MAX_PAGE, limit - count)
+    def cells(message: InboxMessage) -> tuple[Any, ...]:
+        received, preview = f"{ago(message.received_at)} ago", [_preview(message)] if body else []
+        return (message.position, message.sender, message.to, received, message.client_message_id, *preview)
+
+    def work(client: Client) -> None:
+        def ask(after: str | None, size: int) -> tuple[list[InboxMessage], str | None]:
             page = client.inbox(replace(query, cursor=after, limit=size))
-            count, after = count + len(page.messages), page.next_cursor
-            if as_json:
-                for message in page.messages:
-                    json_line(message if body else replace(message, body=None, body_base64=None, meta=None))
-            else:
-                shown.extend(page.messages)
-            if after is None or (not everything and count == limit):
-                return after
+            if body:
+                return page.messages, page.next_cursor
+            return [replace(one, body=None, body_base64=None, meta=None) for one in page.messages], page.next_cursor
 
-    next_cursor = with_daemon(socket, work)
-    if shown:
-        cells = (
-            (
-                message.position,
-                message.sender,
-                message.to,
-                f"{ago(message.received_at)} ago",
-                message.client_message_id,
-                *([_preview(message)] if body else ()),
-            )
-            for message in shown
-        )
-        table((*_COLUMNS, "BODY") if body else _COLUMNS, cells)
-    elif not as_json:
-        line("no messages")
-    if next_cursor is not None:
-        note(f"There are more messages: --all, or --cursor {next_cursor}")
+        columns, most = (*_COLUMNS, "BODY") if body else _COLUMNS, None if everything else limit
+        listing_pages(ask, columns, cells, things="messages", size=MAX_PAGE, limit=most, cursor=cursor, as_json=as_json)
+
+    with_daemon(socket, work)
 
 
 @app.command()

@@ -16,10 +16,10 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
-from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
+from cli.output import ago, draw, fields, fold, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
-from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobsQuery, JobState, StartJob
+from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
 
@@ -287,29 +287,8 @@ def explain(
         line("")
         table(_DIGITS, meanings)
         return
-    for number, found in enumerate(with_broker(reach.url, reach.token_file, lambda client: client.explain(what))):
-        if as_json:
-            json_line(found)
-            continue
-        if number:
-            line("")
-        fields(
-            [
-                ("id", found.id),
-                ("is", found.sentence),
-                ("activity", f"{found.activity} ({found.name})"),
-                ("job", f"{found.job} ({found.job_state})"),
-                ("mesh", found.mesh),
-                ("flow", found.flow),
-                ("deliveries", found.deliveries),
-                ("ledger", found.ledger),
-                ("says", _shortened(found.said, _SAID_CHARACTERS)),
-                ("error", found.error),
-            ]
-        )
-        if found.ledger is not None:
-            line("")
-            table(_DIGITS, read(found.ledger))
+    found = with_broker(reach.url, reach.token_file, lambda client: client.explain(what))
+    one_by_one(found, _show_message, as_json=as_json)
 
 
 for _command in (show, tree, explain):
@@ -338,6 +317,26 @@ def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, r
 for _verb, _table in JOBS.verbs.items():
     _help = f"{_table.effect}\n\n{_EXAMPLES.get(_verb, '')}"
     app.command(_verb, help=_help)(with_options(partial(operate, _verb)))
+
+
+def _show_message(found: JobMessage) -> None:
+    fields(
+        [
+            ("id", found.id),
+            ("is", found.sentence),
+            ("activity", f"{found.activity} ({found.name})"),
+            ("job", f"{found.job} ({found.job_state})"),
+            ("mesh", found.mesh),
+            ("flow", found.flow),
+            ("deliveries", found.deliveries),
+            ("ledger", found.ledger),
+            ("says", _shortened(found.said, _SAID_CHARACTERS)),
+            ("error", found.error),
+        ]
+    )
+    if found.ledger is not None:
+        line("")
+        table(_DIGITS, read(found.ledger))
 
 
 def _waits_for(job: Job) -> str | None:

@@ -36,7 +36,20 @@ from cli.noun import (
     noun,
     with_options,
 )
-from cli.output import ago, confirm, fields, json_line, line, note, progress, reason_or_ask, table, tree
+from cli.output import (
+    ago,
+    confirm,
+    fields,
+    json_line,
+    line,
+    listing_pages,
+    note,
+    one_by_one,
+    progress,
+    reason_or_ask,
+    table,
+    tree,
+)
 from cli.programs import daemon_config
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
@@ -101,9 +114,9 @@ class Filters(NamedTuple):
         members["older_than_seconds"] = members.pop("older_than")
         return msgspec.convert(members, RowFilter)
 
-    def query(self, cursor: str | None = None) -> ListQuery:
-        """Return the question for a list that begins at `cursor`."""
-        return msgspec.convert({**msgspec.to_builtins(self.rows()), "cursor": cursor}, ListQuery)
+    def query(self) -> ListQuery:
+        """Return the question for a list of them."""
+        return msgspec.convert(msgspec.to_builtins(self.rows()), ListQuery)
 
 
 class Rows(NamedTuple):
@@ -127,39 +140,22 @@ def list_(
     socket: Socket = None,
 ) -> None:
     """List rows, oldest first; never their payloads."""
-    query, shown = filters.query(cursor), list[OutboxRow]()
+    query = filters.query()
 
-    def work(client: Client) -> str | None:
-        count, after = 0, query.cursor
-        while True:
-            size = MAX_PAGE if everything else min(MAX_PAGE, limit - count)
+    def cells(row: OutboxRow) -> tuple[Any, ...]:
+        code = (row.last_error or "").partition(":")[0] or None
+        age = ago(row.enqueued_at)
+        return (row.id, row.client_message_id, status_of(row), row.destination, age, row.attempts, code)
+
+    def work(client: Client) -> None:
+        def ask(after: str | None, size: int) -> tuple[list[OutboxRow], str | None]:
             page = client.list_rows(replace(query, cursor=after, limit=size))
-            count, after = count + len(page.rows), page.next_cursor
-            if as_json:
-                for row in page.rows:
-                    json_line(row)
-            else:
-                shown.extend(page.rows)
-            if after is None or (not everything and count == limit):
-                return after
+            return page.rows, page.next_cursor
 
-    next_cursor = with_daemon(socket, work)
-    if not as_json:
-        cells = (
-            (
-                row.id,
-                row.client_message_id,
-                status_of(row),
-                row.destination,
-                ago(row.enqueued_at),
-                row.attempts,
-                (row.last_error or "").partition(":")[0] or None,
-            )
-            for row in shown
-        )
-        table(_COLUMNS, cells) if shown else line("no rows")
-    if next_cursor is not None:
-        note(f"There are more rows: --all, or --cursor {next_cursor}")
+        most = None if everything else limit
+        listing_pages(ask, _COLUMNS, cells, things="rows", size=MAX_PAGE, limit=most, cursor=cursor, as_json=as_json)
+
+    with_daemon(socket, work)
 
 
 @app.command()
@@ -169,14 +165,7 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
     if not wanted:
         raise Fatal(Exit.USAGE, "name a row by its id or client_message_id (`postroom outbox list` shows them)")
 
-    def work(client: Client) -> None:
-        for place, row_id in enumerate(wanted):
-            chain = client.inspect(row_id)
-            if place and not as_json:
-                line("")
-            json_line(chain) if as_json else show_chain(chain)
-
-    with_daemon(socket, work)
+    with_daemon(socket, lambda client: one_by_one(map(client.inspect, wanted), show_chain, as_json=as_json))
 
 
 @app.command(help=VERBS["requeue"].effect)

@@ -217,6 +217,50 @@ def listing(
         line(f"no {things}")
 
 
+def listing_pages(
+    ask: Callable[[str | None, int], tuple[Sequence[T], str | None]],
+    columns: Sequence[str],
+    cells: Callable[[T], Sequence[Any]],
+    *,
+    things: str,
+    size: int,
+    limit: int | None,
+    cursor: str | None,
+    as_json: bool,
+) -> None:
+    """Write a list that `ask` returns page by page, of at most `size`, each with the cursor of the next.
+
+    It begins at `cursor` and ends after `limit` things (None: never); what goes on then is said beside the list.
+    """
+    shown: list[T] = []
+    count = 0
+    while True:
+        items, cursor = ask(cursor, size if limit is None else min(size, limit - count))
+        count += len(items)
+        if as_json:
+            for item in items:
+                json_line(item)
+        else:
+            shown += items
+        if cursor is None or count == limit:
+            break
+    if not as_json:
+        listing(shown, columns, cells, things=things, as_json=False)
+    if cursor is not None:
+        note(f"There are more {things}: --all, or --cursor {cursor}")
+
+
+def one_by_one(items: Iterable[T], show: Callable[[T], None], *, as_json: bool) -> None:
+    """Write things whole: as JSON lines, or as `show` does, with an empty line between two."""
+    for number, item in enumerate(items):
+        if as_json:
+            json_line(item)
+            continue
+        if number:
+            line("")
+        show(item)
+
+
 def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Print every finding; raises `SystemExit` (1) where one of them is `failed`."""
     if as_json:

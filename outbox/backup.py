@@ -13,7 +13,6 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -101,7 +100,7 @@ def _check_room(directory: Path, needed: int) -> None:
         raise errors.no_room_for_backup(directory, needed + _KEPT_FREE, free)
 
 
-def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], int] = now_ms) -> Path | None:
+def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     """Make `backup`, which stays, the outbox of `directory`; returns where the one that was there lies now, if any.
 
     The line of the operator log about it is in the new outbox. Until that is whole and on disk a failure leaves
@@ -118,7 +117,7 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
             raise Fatal(Exit.CONFIG, f"{log} lies beside {backup}: restore what `postroom outbox backup` has written")
         if backup.exists() and not backup.is_file():  # a pipe or a device may have no end
             raise Fatal(Exit.CONFIG, f"{backup} is not a file: restore what `postroom outbox backup` has written")
-        now = clock()
+        now = now_ms()
         for part in PARTS:
             Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a restore that was cut short
         with backup.open("rb") as source, os.fdopen(open_private(fresh, os.O_WRONLY | os.O_EXCL), "wb") as target:

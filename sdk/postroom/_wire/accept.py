@@ -12,12 +12,14 @@ MIN_DEDUPE_DAYS = 7  # docs/contract/accept.md#accept-3: a daemon tries for days
 MAX_BATCH = 1000  # messages in one accept request
 OVERLOADED = "overloaded"  # code of a 503 by a broker that has as much at work as it takes: it works, ask for less
 
+Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
+
 
 class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message of a batch: its id, the fingerprint frozen by the daemon (64 hex digits), and the message."""
 
     client_message_id: str
-    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
+    request_fingerprint: Fingerprint
     message: Envelope
 
 
@@ -39,7 +41,7 @@ class SentMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message in a look-up: its id and its fingerprint (64 hex digits)."""
 
     client_message_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:~-]{1,128}$(?!\\n)")]
-    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
+    request_fingerprint: Fingerprint
 
 
 class AcceptedQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

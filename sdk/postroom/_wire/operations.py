@@ -36,25 +36,25 @@ Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, patter
 Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some three centuries at most
 
 
-class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which rows a list or a bulk verb selects; a row has to match every field that is set."""
+class _Conditions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which rows are meant; a row has to match every field that is set."""
 
     status: RowStatus | None = None
     destination: str | None = None
     code: str | None = None  # the problem code in `last_error`
     older_than_seconds: Age | None = None  # since enqueued_at
     held: bool | None = None
+
+
+class RowFilter(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which rows a list or a bulk verb selects; a row has to match every field that is set."""
+
     ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
 
 
-class ListQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ListQuery(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/outbox`; `cursor` is the `next_cursor` of the page before."""
 
-    status: RowStatus | None = None
-    destination: str | None = None
-    code: str | None = None
-    older_than_seconds: Age | None = None
-    held: bool | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
 
