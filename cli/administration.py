@@ -4,13 +4,11 @@ Meshes and operators need a token that may administer every mesh. Where no membe
 the daemon, for the member that it acts as.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -19,10 +17,7 @@ from cli.connect import with_broker, with_daemon
 from cli.files import file_errors
 from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh, with_options
 from cli.output import confirm, json_line, line, listing, note
-from postroom._wire.administration import OperatorRole
-
-if TYPE_CHECKING:
-    from postroom._wire.administration import MemberToken, OperatorToken, Role
+from postroom._wire.administration import MemberToken, OperatorRole, OperatorToken, Role
 
 meshes = noun("Administer meshes.")
 members = noun("Administer the members of a mesh.")

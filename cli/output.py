@@ -16,12 +16,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal, Finding
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from postroom.chassis.exits import Finding
 
 T = TypeVar("T")
 

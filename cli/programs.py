@@ -17,11 +17,10 @@ from cli.connect import with_broker, with_daemon
 from cli.noun import Config, Json, Reason, Socket, TokenFile, Url, noun, rate
 from cli.output import fields, json_line, line, note, reason_or_ask, show_findings, table
 from postroom._wire.words import counted
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal, Finding
 
 if TYPE_CHECKING:
     from daemon.config import DaemonConfig
-    from postroom.chassis.exits import Finding
 
 AcceptLostIds = Annotated[
     bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be used again.")

@@ -4,23 +4,19 @@ Two stages are measured, each from the accept on: until a message was `published
 had `handled` it. Writes OUTPUT/latency.parquet and OUTPUT/latency.png, both anew each time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from pipeline.runner import History, Outcome, moment, submitted
 from pipeline.tables import columns, read_ranges, snapshot
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _ROWS: Final = columns("day string, mesh string, to string, stage string, milliseconds double")
 _PANELS: Final = 6

@@ -20,13 +20,12 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from postroom._wire.http import Garbled, Site, Unreachable, lines_of
+from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
 from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
     from postroom._wire.connections import Connection, Pool
-    from postroom._wire.http import Head
 
 SYSTEM_DIRECTORY: Final = Path("/run/postroom")
 MAX_SOCKET_PATH: Final = 107  # bytes; sockaddr_un leaves no room for more

@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
@@ -35,7 +35,6 @@ from postroom.spark.history_options import Conditions, HistoryOptions
 if TYPE_CHECKING:
     import asyncpg
     import pyarrow as pa
-    from pyspark.sql.datasource import Filter
 
 
 # Looks at a range in the snapshot that it is read from; raises what forbids to read it.
