@@ -311,8 +311,11 @@ def derived(activity: UUID, *words: object) -> UUID:
 
 
 def encode(value: Any, what: str) -> str:
-    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for."""
+    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for, or Postgres."""
     try:
-        return _encode(value).decode()
+        text = _encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
+    if "\\u0000" in text.replace("\\\\", ""):  # a backslash that is escaped escapes nothing
+        raise InvalidFlow.of("nul_character", f"{what} contains a NUL character, which Postgres cannot store")
+    return text

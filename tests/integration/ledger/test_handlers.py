@@ -60,6 +60,10 @@ async def spawns_half_a_character(_ctx: Context) -> Any:
     return work.spawn("\ud800")
 
 
+async def spawns_a_nul(_ctx: Context) -> Any:
+    return work.spawn({"escaped": "\\u0000", "not": "\\\0"})
+
+
 WRONG: dict[str, tuple[Wrong, str]] = {
     "half_a_character": (half_a_character, r"ValueError: a\x00b \ud800"),
     "leaves": (leaves, "HandlerEnded: the handler ended with SystemExit: 3"),
@@ -68,6 +72,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
     "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
     "spawns_a_set": (spawns_a_set, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
+    "spawns_a_nul": (spawns_a_nul, "InvalidFlow: what 'work' is spawned with contains a NUL character"),
     "spawns_half_a_character": (
         spawns_half_a_character,
         "InvalidFlow: what 'work' is spawned with cannot be written as JSON",
