@@ -13,6 +13,7 @@ import msgspec
 
 from postroom._wire.moment import Moment, check_finite
 from postroom._wire.nouns import Noun
+from postroom._wire.sends import RelayState
 from postroom._wire.words import counted, span
 
 REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it was
@@ -62,7 +63,7 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     waiting: Count | None = None
     dead: Count | None = None
     oldest_at: Moment | None = None
-    relay: Literal["starting", "relaying", "paused", "waiting", "stopped"] | None = None
+    relay: RelayState | None = None
     disk_free: Count | None = None
     totals: Annotated[dict[Name, Count], msgspec.Meta(max_length=20)] = {}
     parts: Annotated[list[ProgramPart], msgspec.Meta(max_length=1000)] = []

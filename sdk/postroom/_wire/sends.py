@@ -13,6 +13,7 @@ from postroom._wire.message import Priority
 from postroom.errors import Problem
 
 RowStatus = Literal["pending", "inflight", "done", "dead", "aborted"]
+RelayState = Literal["starting", "relaying", "paused", "waiting", "stopped"]
 SETTLED: frozenset[RowStatus] = frozenset({"done", "dead", "aborted"})
 MAX_PAGE: Final = 1000  # messages in one answer
 
@@ -172,7 +173,7 @@ class BulkResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The state of the relay: `relaying`, `paused` (by an operator), `waiting` (backoff after `reason`)."""
 
-    state: Literal["starting", "relaying", "paused", "waiting", "stopped"]
+    state: RelayState
     degraded: bool = False
     reason: str | None = None
     paused_destinations: list[str] = []
