@@ -119,7 +119,10 @@ class Peer(NamedTuple):
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        detail = f"the connection to {self} broke; it is not known whether the request took effect: repeat it, same id"
+        detail = (
+            f"the connection to {self} broke; it is not known whether the request took effect: "
+            "send a message again under its id, and look what became of anything else"
+        )
         return Unavailable.of("connection_lost", detail, retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
