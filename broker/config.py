@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
-from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, load
+from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
@@ -124,9 +124,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     idle_seconds: Annotated[
         float, Meta(gt=0, le=MAX_SECONDS, description="how long a connection may idle, in seconds")
     ] = 75.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
-    ] = "info"
+    log_level: LogLevel = "info"
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)
     webhooks: AddressSettings = msgspec.field(default_factory=AddressSettings)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import structlog
 
@@ -27,7 +27,7 @@ from broker_client.settings import RelaySettings
 from outbox import ClaimedRow, Outbox, to_datetime
 from postroom._wire.accept import Features
 from postroom._wire.ids import now_ms
-from postroom._wire.sends import RelayStatus
+from postroom._wire.sends import RelayState, RelayStatus
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -38,7 +38,6 @@ GATHER_SECONDS: Final = 0.02  # for which work gathers at most while posts are u
 APART_MS: Final = 10  # and from the beginning of one post to the next, where little comes
 
 Batch = Sequence[ClaimedRow]
-State = Literal["starting", "relaying", "paused", "waiting", "stopped"]
 
 
 class Relay:
@@ -142,7 +141,7 @@ class Relay:
         """Say what the relay does now, and why."""
         availability, controls = self._availability, self._controls
         if self._stopping.is_set():
-            state: State = "stopped"
+            state: RelayState = "stopped"
         elif controls.paused:
             state = "paused"
         elif availability.reason is not None:

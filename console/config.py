@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from postroom.chassis.config import load
+from postroom.chassis.config import LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
 
 PREFIX: Final = "POSTROOM_CONSOLE_"
@@ -37,9 +37,7 @@ class ConsoleConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     session_minutes: Annotated[float, Meta(gt=0, description="how long a log-in lasts, in minutes")] = 480.0
     idle_minutes: Annotated[float, Meta(gt=0, description="how long a log-in lasts unused, in minutes")] = 60.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
-    ] = "info"
+    log_level: LogLevel = "info"
 
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> ConsoleConfig:

@@ -6,7 +6,7 @@ Paths default to the XDG directories of the user; `/run/postroom` and `/var/lib/
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, field
@@ -16,7 +16,7 @@ from inbox import InboxSettings
 from ipc.shares import Limits
 from outbox import OutboxSettings
 from postroom._wire.names import MESH
-from postroom.chassis.config import load, state_home
+from postroom.chassis.config import LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings
 
@@ -78,9 +78,7 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
         list[str],
         Meta(description="Destinations that callers may use, as shell patterns (`topic:orders*`); empty: all."),
     ] = field(default_factory=list)
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
-    ] = "info"
+    log_level: LogLevel = "info"
     stop_seconds: Annotated[
         float, Meta(gt=0, le=600, description="Longest wait for running requests at a stop, in seconds.")
     ] = 10

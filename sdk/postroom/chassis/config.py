@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -26,6 +26,9 @@ MAX_DAYS: Final = 36_500  # a hundred years: what is further away is no time for
 MAX_SECONDS: Final = MAX_DAYS * 86_400
 
 ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], msgspec.Meta(description="lowest level that is logged")
+]
 
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"

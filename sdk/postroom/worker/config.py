@@ -7,14 +7,14 @@ A consumer, or an agent, can have a process and a file of its own: a worker with
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from postroom._wire.names import MESH, WORD
 from postroom.agent import Agent, agent_name
-from postroom.chassis.config import MAX_DAYS, SECRET, load, state_home
+from postroom.chassis.config import MAX_DAYS, SECRET, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
     AckWaitSeconds,
@@ -57,7 +57,6 @@ ListenHost = Annotated[str, Meta(description="address of /health, /ready and /me
 ListenPort = Annotated[
     Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
 ]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
 
 
 class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
