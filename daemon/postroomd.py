@@ -151,7 +151,6 @@ class Postroomd:
                 counters=counters,
                 destinations=DestinationRule(config.allow_destinations),
                 late_seconds=config.relay.late_seconds,
-                outbox_max_bytes=config.outbox.max_bytes,
             )
             server = Server(
                 routes(services),

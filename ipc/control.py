@@ -21,7 +21,6 @@ from postroom.errors import TryAgain
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
-FULL_WARNING: Final = 0.8  # of outbox.max_bytes
 
 
 async def health_of(services: Services) -> Health:
@@ -47,7 +46,7 @@ async def health_of(services: Services) -> Health:
         )
     if counts.wal_bytes > WAL_WARNING_BYTES:
         reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
-    if counts.waiting_bytes > FULL_WARNING * services.outbox_max_bytes:
+    if services.outbox.filling_up:
         advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
         reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
     if (trouble := services.inbox.trouble()) is not None:

@@ -100,7 +100,6 @@ class Services:
     counters: Counters = field(default_factory=Counters)
     destinations: DestinationRule = field(default_factory=DestinationRule)
     late_seconds: float = 300  # that a due message may have waited before `health` says so
-    outbox_max_bytes: int = 2**63 - 1  # size of the outbox file; `health` warns before
 
     @cached_property
     def accept(self) -> Accept:

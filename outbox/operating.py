@@ -4,7 +4,8 @@ The rules begin at docs/contract/send.md#send-83. A verb that the row's state fo
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -103,23 +104,11 @@ class Act(NamedTuple):
             if not self.order.force:
                 raise errors.unanswered(self.verb, row.id, self.order.doubt or "it was posted again meanwhile")
             forced = "forced: the broker may have accepted it"
-        successor = detail = None
-        match self.verb:
-            case "requeue":
-                successor, detail = self._succeed(transaction, row)
-            case "abort":
-                _abort(transaction, row, None)
-            case "hold" | "release" | "flush":
-                due = max(transaction.now, row.not_before or 0) if self.verb == "flush" else row.next_attempt_at
-                lane = HELD if self.verb == "hold" else transaction.lane(row.priority, due)
-                place = {"seq": row.seq, "lane": lane, "next_attempt_at": due}
-                transaction.execute(_QUERIES["move"], place)
-                if lane != HELD:
-                    self.walked.forget()
+        came, detail = EFFECTS[self.verb](self, transaction, row)
         log(transaction, self.verb, self.order, row.id, ", ".join(filter(None, (detail, forced))) or None)
-        return successor or row.id
+        return came
 
-    def _succeed(self, transaction: Transaction, row: _Row) -> tuple[str, str]:
+    def requeue(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
         """Retire the row and write its successor; returns that one's id, and what the log says of it."""
         fresh, successor = transaction.new_ids(2)
         client_message_id = self.new_client_message_id or fresh
@@ -156,6 +145,36 @@ class Act(NamedTuple):
         transaction.next_seq = None
         transaction.added(1, size, room_of(size))
         return successor, f"superseded by {successor} ({client_message_id})" + (", patched" if patch else "")
+
+    def abort(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
+        """Retire the row without a successor."""
+        _abort(transaction, row, None)
+        return row.id, None
+
+    def hold(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
+        """Keep the row from being claimed."""
+        return self._move(transaction, row, HELD, row.next_attempt_at)
+
+    def release(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
+        """Let the row wait for its time again."""
+        return self._move(transaction, row, transaction.lane(row.priority, row.next_attempt_at), row.next_attempt_at)
+
+    def flush(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
+        """Make the row due, unless its sender wants it later."""
+        due = max(transaction.now, row.not_before or 0)
+        return self._move(transaction, row, transaction.lane(row.priority, due), due)
+
+    def _move(self, transaction: Transaction, row: _Row, lane: int, due: int) -> tuple[str, str | None]:
+        transaction.execute(_QUERIES["move"], {"seq": row.seq, "lane": lane, "next_attempt_at": due})
+        if lane != HELD:
+            self.walked.forget()
+        return row.id, None
+
+
+EFFECTS: Final[Mapping[Verb, Callable[[Act, Transaction, _Row], tuple[str, str | None]]]] = MappingProxyType(
+    {"requeue": Act.requeue, "abort": Act.abort, "hold": Act.hold, "release": Act.release, "flush": Act.flush}
+)
+"""What each verb does to a row; returns the id of what came of it, and what the log says of that."""
 
 
 def _in_a_trace_of_its_own(payload: bytes, client_message_id: str) -> bytes:

@@ -333,7 +333,7 @@ class Outbox(reading.Reader):
             order = order._replace(doubt=learned.doubt)
         came = await self._store.submit(operating.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
         self._changed(row_id if verb == "requeue" else came)
-        if verb == "flush":
+        if VERBS[verb].urges:
             self._urged()
         return await self.row(came)
 
@@ -357,7 +357,7 @@ class Outbox(reading.Reader):
         order = operating.Order(caller, reason, force).checked()
         bulk = operating.Bulk(verb, order, self, self._store, self._outcomes, self._walked, self._changed)
         result = await bulk.run(row_filter, dry_run=dry_run, cursor=cursor)
-        if verb == "flush" and result.done and not dry_run:
+        if VERBS[verb].urges and result.done and not dry_run:
             self._urged()
         return result
 
@@ -453,6 +453,11 @@ class Outbox(reading.Reader):
     def healthy(self) -> bool:
         """Whether the writer takes operations and gets on with them: what the watchdog and readiness ask."""
         return self._store.healthy
+
+    @property
+    def filling_up(self) -> bool:
+        """Whether the rows that wait take so much room that sends will soon be refused."""
+        return self._transactor.filling_up
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from postroom.chassis.sqlite import QUERIES, is_full, transaction
 from postroom.chassis.store import Outcome, Waiting
 from postroom.errors import PostroomError
 
-WARN_AT: Final = 0.8  # of max_bytes
+_WARN_AT: Final = 0.8  # of max_bytes
 PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
 _PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
@@ -201,7 +201,7 @@ class Transactor(store.Transactor):
         self._added += space.waiting - self.space.waiting
         self.space = space
         self.logged += here.logged_bytes
-        beyond = self.space.waiting > self._max_bytes * WARN_AT
+        beyond = self.filling_up
         if beyond and not self._warned:  # and again only after it was below
             _log.warning(
                 "outbox_filling_up",
@@ -211,6 +211,11 @@ class Transactor(store.Transactor):
             )
         self._warned = beyond
         return outcomes
+
+    @property
+    def filling_up(self) -> bool:
+        """Whether the rows that wait take so much room that there will soon be none."""
+        return self.space.waiting > self._max_bytes * _WARN_AT
 
     def _next_ids(self, count: int) -> list[str]:
         """Mint ids that are greater than every row's, also where the clock was set back before this start."""

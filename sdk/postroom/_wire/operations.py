@@ -98,8 +98,8 @@ class RequeueRequest(AbortRequest, kw_only=True, omit_defaults=True):
 class RowVerb(NamedTuple):
     """What an operator may do to a row: in which states, and what that does; a reason is needed for each.
 
-    `held` says whether the row must be held, or must not be (None: either), `done` what the row is then, and `body`
-    what the route on one row takes.
+    `held` says whether the row must be held, or must not be (None: either), `done` what the row is then, `body` what
+    the route on one row takes, and `urges` whether the relay has to look at once.
     """
 
     states: frozenset[RowStatus]
@@ -107,6 +107,7 @@ class RowVerb(NamedTuple):
     effect: str
     done: str
     body: type[ReasonRequest] = ReasonRequest
+    urges: bool = False
 
     @property
     def retires(self) -> bool:
@@ -129,10 +130,12 @@ VERBS: Final[Mapping[Verb, RowVerb]] = MappingProxyType(
         "abort": RowVerb(_RETIRED, None, "Retire dead or pending rows without a successor.", "aborted", AbortRequest),
         "hold": RowVerb(_MOVED, False, "Keep pending rows back until they are released.", "held"),
         "release": RowVerb(_MOVED, True, "Release held rows.", "released"),
-        "flush": RowVerb(_MOVED, False, "Try waiting rows now, without the rest of their backoff.", "due now"),
+        "flush": RowVerb(
+            _MOVED, False, "Try waiting rows now, without the rest of their backoff.", "due now", urges=True
+        ),
     }
 )
-"""What routes, methods, commands and `why_not` follow from; how each is done is `Act` of outbox/operating.py."""
+"""What routes, methods, commands and `why_not` follow from; how each is done, `EFFECTS` of outbox/operating.py says."""
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -174,7 +174,6 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
                 policy=policy or Policy(),
                 counters=counters,
                 destinations=DestinationRule(destinations),
-                outbox_max_bytes=(settings or OutboxSettings()).max_bytes,
                 **more,
             )
             guard = None if token_file is None else TcpGuard(LocalToken(token_file))

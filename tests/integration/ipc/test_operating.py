@@ -8,6 +8,7 @@ import pytest
 from support.wire import encode, parse
 
 from outbox.model import Caller, Settlement, Verdict
+from postroom._wire.operations import VERBS
 from postroom._wire.sends import RelayStatus
 
 WHY = {"reason": "the receiver was down"}
@@ -87,7 +88,7 @@ async def test_a_held_row_waits_for_its_release(room: Any) -> None:
     assert len(await room.outbox.claim()) == 1
 
 
-@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
+@pytest.mark.parametrize("verb", VERBS)
 async def test_an_inflight_row_is_left_alone(room: Any, verb: str) -> None:
     await send(room, "k")
     await room.outbox.claim()

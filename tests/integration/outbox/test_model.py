@@ -17,7 +17,7 @@ from support.outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
 from outbox import AcceptedRow, Outbox, RowFilter
 from outbox.model import Accepted, Unanswered
 from outbox.operating import why_not
-from postroom._wire.operations import Verb
+from postroom._wire.operations import VERBS, Verb
 from postroom.errors import Conflict
 
 IDS = st.sampled_from([f"id-{number}" for number in range(12)])
@@ -128,7 +128,7 @@ class Model(RuleBasedStateMachine):
             row.due = at if answer == "pending" else row.due
             row.unanswered = row.unanswered and answer == "pending"
 
-    @rule(name=IDS, verb=st.sampled_from(["requeue", "abort", "hold", "release", "flush"]))
+    @rule(name=IDS, verb=st.sampled_from(list(VERBS)))
     def operate(self, name: str, verb: Verb) -> None:
         if name not in self.rows:
             return
@@ -138,7 +138,7 @@ class Model(RuleBasedStateMachine):
             with pytest.raises(Conflict):
                 self.do(self.outbox.act(verb, self.ids[name], **WHY))
             return
-        if verb in ("requeue", "abort") and row.unanswered:
+        if VERBS[verb].retires and row.unanswered:
             row.unanswered = False
             if row.had:
                 with pytest.raises(Conflict, match="had accepted it"):
@@ -146,7 +146,7 @@ class Model(RuleBasedStateMachine):
                 row.status, row.held = "done", False
                 return
         answer = self.do(self.outbox.act(verb, self.ids[name], **WHY))
-        if verb in ("requeue", "abort"):
+        if VERBS[verb].retires:
             row.status, row.held = "aborted", False
         if verb in ("hold", "release"):
             row.held = verb == "hold"

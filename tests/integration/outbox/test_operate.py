@@ -13,6 +13,7 @@ from support.traces import TRACE, UNSAMPLED, attributes, links_of, traceparent_o
 
 from outbox import Accepted, Caller, Outbox, RelayControl, RowFilter, Unanswered, reading
 from postroom._wire.message import Envelope, prepare
+from postroom._wire.operations import VERBS
 from postroom.errors import Conflict, InvalidMessage, NotFound
 
 
@@ -167,7 +168,7 @@ async def test_a_held_row_is_not_flushed_nor_held_again(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "  ", "\n"])
-@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
+@pytest.mark.parametrize("verb", VERBS)
 async def test_a_verb_without_a_reason_is_refused(outbox: Outbox, verb: str, reason: str) -> None:
     row_id = await row_in(outbox, "pending")
     with pytest.raises(InvalidMessage) as refusal:
@@ -175,7 +176,7 @@ async def test_a_verb_without_a_reason_is_refused(outbox: Outbox, verb: str, rea
     assert (refusal.value.code, refusal.value.problem.field) == ("reason_required", "reason")
 
 
-@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("row_id", ["nothing", "%", "' or 1=1", "", "id"])
 async def test_a_verb_on_no_row_says_so(outbox: Outbox, verb: str, row_id: str) -> None:
     await row_in(outbox, "pending")

@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from cli.app import VERBS
+from postroom._wire.operations import VERBS as ROW_VERBS
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
 READING |= {"check", "orphan-check", "doctor", "status", "log"}
@@ -101,7 +102,7 @@ def test_every_reading_verb_has_json(words: str) -> None:
     assert "--json" in options(words)
 
 
-CHANGING = [f"outbox {verb}" for verb in ("requeue", "abort", "hold", "release", "flush")]
+CHANGING = [f"outbox {verb}" for verb in ROW_VERBS]
 CHANGING += ["dlq replay", "dlq drop", "jobs retry", "jobs cancel", "worker events drop", "worker deliveries drop"]
 CHANGING += ["consumer pause", "consumer resume"]
 
