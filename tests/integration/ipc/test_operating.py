@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.wire import encode, parse
 
+from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
 from postroom._wire.operations import VERBS
 from postroom._wire.sends import RelayStatus
@@ -218,6 +219,17 @@ async def test_health_says_when_what_is_due_has_waited_for_too_long(open_room: A
         pass
     assert health["reasons"] == ["a message that is due has waited for 0 s: the relay is paused"]
     assert (await patient.request("GET", "/v1/health")).json["status"] == "ok"
+
+
+async def test_health_says_when_the_outbox_fills_up(open_room: Any) -> None:
+    room = await open_room(settings=OutboxSettings(max_bytes=1024 * 1024))
+    for number in range(9):
+        sent = await room.send({"to": "topic:a", "body": "x" * 100_000})
+        assert sent.status == 202, number
+    health = (await room.request("GET", "/v1/health")).json
+    assert [reason.partition(":")[0] for reason in health["reasons"]] == ["the outbox is nearly full of waiting rows"]
+    await room.request("POST", "/v1/outbox/abort", {**WHY, "filter": {}})
+    assert (await room.request("GET", "/v1/health")).json["status"] == "ok"
 
 
 async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> None:
