@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from support.relaying import rows_of, whole
 
+from broker_client.channel import Channel
 from outbox.model import Caller, RowFilter
 from postroom.errors import Conflict
 
@@ -28,7 +30,7 @@ def losing(broker: Any, *, accepting: bool) -> None:
 async def leads_to(here: Any, url: str) -> None:
     """Have the next requests go to `url`, over new connections."""
     await here.link._channel.close()
-    here.link._channel.base = url
+    here.link._channel = Channel(replace(here.link._channel._settings, url=url))
 
 
 async def posted_unanswered(here: Any, broker: Any, *ids: str) -> None:
