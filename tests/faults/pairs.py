@@ -21,6 +21,7 @@ from faults.nemesis import Line, Shim, Strike, killed
 _REST: Final = 0.05  # seconds between two messages or batches of one writer
 _APART: Final = 0.3  # seconds that the second fault comes after the first, at most
 _LAST: Final = 1.0  # seconds that both last then, at most
+_LOOK_SECONDS: Final = 0.1  # between two looks whether the daemon runs
 _OPERATIONS: Final = 50  # on files, within which a fault of the disk comes
 _QUIET: Final = 5.0  # seconds between two strikes of the soak, at most
 _BACKLOG_SECONDS: Final = 120.0
@@ -42,7 +43,7 @@ async def pairs(run: Run) -> None:
         async with writing(run, room, rest=_REST) as writers:
             for pair in range(1, run.size.trials + 1):
                 await writers.reached(run.size.load * pair // run.size.trials)
-                await _overlap(run, room, run.chance.sample(nemeses, 2))
+                await _overlap(run, run.chance.sample(nemeses, 2))
                 run.trials += 1
         await relayed(room.state)
         await reckon(writers.acknowledged, room.database_url)
@@ -56,7 +57,7 @@ async def soak(run: Run) -> None:
         end = time.monotonic() + 60 * run.size.trials
         async with writing(run, room) as writers:
             while time.monotonic() < end or len(writers.acknowledged) < run.size.load:
-                await _overlap(run, room, run.chance.sample(nemeses, run.chance.randrange(1, 3)))
+                await _overlap(run, run.chance.sample(nemeses, run.chance.randrange(1, 3)))
                 await asyncio.sleep(run.chance.uniform(0, _QUIET))
                 run.trials += 1
         await relayed(room.state, seconds=_BACKLOG_SECONDS)
@@ -64,7 +65,7 @@ async def soak(run: Run) -> None:
     run.figures.append(f"{len(writers.acknowledged):,} acknowledged")
 
 
-async def _overlap(run: Run, room: Mailroom, nemeses: list[Nemesis]) -> None:
+async def _overlap(run: Run, nemeses: list[Nemesis]) -> None:
     """Let faults strike one after the other, last for a while, and end in any order."""
     for nemesis in nemeses:
         await nemesis.strike()
@@ -74,8 +75,14 @@ async def _overlap(run: Run, room: Mailroom, nemeses: list[Nemesis]) -> None:
     run.chance.shuffle(nemeses)
     for nemesis in nemeses:
         await nemesis.heal()
-    if not room.daemon.running and room.daemon.exit_code == -signal.SIGKILL:
-        room.daemon.start()  # the shim killed it
+
+
+async def _keep_running(daemon: Process) -> None:
+    """Start the daemon again whenever the shim has killed it, which may be after the fault was healed."""
+    while True:
+        if daemon.exit_code == -signal.SIGKILL:
+            daemon.start()
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 @asynccontextmanager
@@ -97,6 +104,7 @@ async def _house(run: Run) -> AsyncIterator[tuple[Mailroom, list[Nemesis]]]:
         room.daemon.stop()
         room.daemon.start()
         await room.daemon_ready()
+        undo.callback(asyncio.create_task(_keep_running(room.daemon)).cancel)
         yield room, [*_nemeses(room, postgres, redis), *_of_shim(run, shim), _cut(line)]
 
 
