@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from cli.installation import Place, Sight, look
 from cli.output import ago, fold_command, folded, json_line, printable
-from postroom._wire.programs import Program, in_words
+from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import counted
 
@@ -94,7 +94,7 @@ class Screen:
         minutes, pasts = sight.minutes, [one.past for one in sight.consumers if one.past]
         if minutes:
             yield self._styled(f"{minutes[0].at:%H:%MZ} to {minutes[-1].at:%H:%MZ}, a column for each minute", "head")
-            said = in_words(minutes)
+            said = hour_in_words(minutes)
             for name in ("accepted", "handled", "dead_lettered"):
                 caption = f"{name.replace('_', '-')}: {said[name]}"
                 yield from self._bars(caption, [getattr(one, name) for one in minutes])

@@ -28,7 +28,7 @@ from postroom._wire.programs import (
     ProgramsQuery,
     Rates,
     Trouble,
-    in_words,
+    hour_in_words,
     troubles_of,
     worst_first,
 )
@@ -98,7 +98,7 @@ class Watch:
             "programs": len(programs.programs),
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
-        shown |= {f"hour_{name}": caption for name, caption in in_words(self.minutes).items()}
+        shown |= {f"hour_{name}": caption for name, caption in hour_in_words(self.minutes).items()}
         wrong = troubles_of([*programs.programs, *consumers.consumers, *sources.sources, letters, jobs])
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))

@@ -102,8 +102,8 @@ def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[Acce
         or transaction.next_seq is not None
         or (old and find_moved(transaction.db, old, transaction.salt))
     )
-    answers = iter(_accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows))
-    return [[next(answers) for _ in accept.sends] for accept in group]
+    outcomes = iter(_accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows))
+    return [[next(outcomes) for _ in accept.sends] for accept in group]
 
 
 def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:

@@ -232,7 +232,7 @@ class Minute(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     p99: float | None = None
 
 
-def in_words(minutes: Sequence[Minute]) -> dict[str, str]:
+def hour_in_words(minutes: Sequence[Minute]) -> dict[str, str]:
     """Say of each thing how many there were in all and at most, and of latencies the last one and the longest."""
     said = {}
     for name in ("accepted", "handled", "dead_lettered"):

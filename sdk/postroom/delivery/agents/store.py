@@ -418,14 +418,14 @@ def _damaged(path: Path, fault: str) -> None:
     raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move it away to start empty")
 
 
-def _failed(_path: Path, error: Exception) -> Fatal:
+def _failed(error: Exception) -> Fatal:
     code = exit_after(error) if isinstance(error, (sqlite3.Error, OSError)) else Exit.FAILED
     return Fatal(code, f"writing the event store failed: {error}; check the disk")
 
 
 _ANSWERS: Final = store.Answers(
     refused=lambda error: error,  # a full disk, which is waited out
-    unknown=_failed,
+    unknown=lambda _, error: _failed(error),
     closed=lambda: Fatal(Exit.FAILED, "the event store is closed"),
 )
 
@@ -440,6 +440,6 @@ async def durably(write: Callable[[], Awaitable[T]]) -> T:
             return await write()
         except sqlite3.Error as error:
             if not is_full(error):
-                raise _failed(Path(), error) from error
+                raise _failed(error) from error
             _log.error("disk_full", advice="free some space: the agent waits")
             await asyncio.sleep(_DISK_PAUSE)
