@@ -131,7 +131,7 @@ VERBS: Final[Mapping[Verb, RowVerb]] = MappingProxyType(
         "hold": RowVerb(_MOVED, False, "Keep pending rows back until they are released.", "held"),
         "release": RowVerb(_MOVED, True, "Release held rows.", "released"),
         "flush": RowVerb(
-            _MOVED, False, "Try waiting rows now, without the rest of their backoff.", "due now", urges=True
+            _MOVED, False, "Try waiting rows now, without the rest of their backoff.", "flushed", urges=True
         ),
     }
 )

@@ -98,7 +98,7 @@ def test_requeue_with_a_patched_payload(sent: Terminal, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "before", "after"),
-    [("abort", (), "aborted"), ("hold", (), "held"), ("release", ("hold",), "released"), ("flush", (), "due now")],
+    [("abort", (), "aborted"), ("hold", (), "held"), ("release", ("hold",), "released"), ("flush", (), "flushed")],
 )
 def test_a_verb_on_one_row(verb: str, before: tuple[str, ...], after: str, sent: Terminal) -> None:
     for each in before:
