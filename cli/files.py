@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TextIO
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import sync
@@ -48,6 +48,23 @@ def new_file(file: Path) -> Iterator[BinaryIO]:
         finally:
             Path(draft).unlink()
         sync(file.parent)
+
+
+@contextmanager
+def emptied(file: Path, source: BinaryIO) -> Iterator[TextIO]:
+    """Open a file for lines, without what it held before; raises `Fatal` where `source` is read from that file."""
+    with file_errors("write", file):
+        stream = file.open("a", encoding="utf-8")
+    try:
+        status = os.fstat(stream.fileno())
+        if stat.S_ISREG(status.st_mode):
+            if os.path.samestat(status, os.fstat(source.fileno())):
+                raise Fatal(Exit.USAGE, f"{file} is the file that is read: choose another one to write")
+            stream.truncate(0)
+        yield stream
+    finally:
+        with file_errors("write", file, Exit.IO_ERROR):
+            stream.close()
 
 
 def open_source(file: Path) -> BinaryIO:

@@ -18,7 +18,7 @@ import typer
 
 from cli import completion
 from cli.connect import with_daemon
-from cli.files import file_errors, open_source, read_plain_file, size_of
+from cli.files import emptied, open_source, read_plain_file, size_of
 from cli.message import PRIORITIES, body_of, send_one
 from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
 from cli.output import json_line, line, note, progress
@@ -107,10 +107,7 @@ def send(
     if ndjson and (to is not None or common != Common()):
         raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
     with open_source(source) as stream, ExitStack() as opened:
-        refused = None
-        if errors is not None:
-            with file_errors("write", errors):
-                refused = opened.enter_context(errors.open("w", encoding="utf-8"))
+        refused = None if errors is None else opened.enter_context(emptied(errors, stream))
         send_lines(socket, stream, parse, refused, as_json=as_json)
 
 

@@ -145,6 +145,32 @@ def test_failed_lines_go_to_a_file_where_one_is_named(terminal: Terminal, tmp_pa
     assert (failure["line"], failure["code"]) == (1, "invalid_destination")
 
 
+@pytest.mark.parametrize("by", ["name", "link", "standard input"])
+def test_the_file_that_is_read_is_not_written_to(terminal: Terminal, tmp_path: Path, by: str) -> None:
+    lines = tmp_path / "lines"
+    lines.write_bytes(b'{"to":"dm:bob"}\n')
+    errors = tmp_path / "errors" if by == "link" else lines
+    if by == "link":
+        errors.symlink_to(lines)
+    if by == "standard input":
+        with lines.open("rb") as stdin:
+            running = terminal.start("send", "--ndjson", "--errors", errors, stdin=stdin)
+            _, said = running.communicate(timeout=60)
+        code, sentence = running.returncode, said.decode()
+    else:
+        sent = terminal.run("send", "--ndjson", "--file", lines, "--errors", errors)
+        code, sentence = sent.code, sent.sentence()
+    assert (code, lines.read_bytes()) == (2, b'{"to":"dm:bob"}\n')
+    assert f"{errors} is the file that is read" in sentence
+
+
+def test_a_file_for_failed_lines_that_takes_none_is_named(terminal: Terminal, daemon: LoneDaemon) -> None:
+    sent = terminal.run("send", "--ndjson", "--errors", "/dev/full", stdin=b'{"to":"dm:bob"}\n{\n')
+    assert (sent.code, sent.out) == (74, "1 queued, 0 duplicates, 1 failed\n")
+    assert sent.sentence().startswith("cannot write /dev/full: No space left on device")
+    assert rows(daemon) == 1
+
+
 def test_results_of_many_lines_as_json(terminal: Terminal) -> None:
     sent = terminal.run("send", "--ndjson", "--json", stdin=b'{"to":"dm:bob","client_message_id":"a"}\n{"to":"x"}\n')
     assert sent.code == 1
