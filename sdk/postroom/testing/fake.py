@@ -135,16 +135,14 @@ class FakeDaemon:
         """Answer one request."""
         if self._failure is not None:
             raise self._failure
-        head, _, body = request.partition(b"\r\n\r\n")
-        line, *lines = head.decode().split("\r\n")
+        line, headers, body = _taken_apart(request)
         method, target, _ = line.split(" ")
-        headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in lines)}
-        url = urlsplit(target)
+        url, traceparent = urlsplit(target), headers.get("traceparent")
         match method, url.path:
             case "POST", "/v1/send":
-                return self._accept(body, headers.get("traceparent"))
+                return self._accept(body, traceparent)
             case "POST", "/v1/cloudevents":
-                return self._accept(read_event(headers, body).message(parse_qs(url.query)["to"][0]))
+                return self._accept(read_event(headers, body).message(parse_qs(url.query)["to"][0]), traceparent)
             case "POST", "/v1/sends":
                 query = msgspec.json.decode(body, type=SendsQuery)
                 found = self._where(query.client_message_ids, query.wait)
@@ -161,10 +159,10 @@ class FakeDaemon:
         sentence = f"a FakeClient answers sends and questions about them, not {method} {url.path}: use `mailroom`"
         raise PostroomError.of("not_faked", sentence, status=501)
 
-    def _line(self, number: int, data: bytes) -> BatchResult:
+    def _line(self, number: int, data: bytes, traceparent: str | None) -> BatchResult:
         """Answer one line of a batch."""
         try:
-            return BatchResult(line=number, result=self._accept(data)[1])
+            return BatchResult(line=number, result=self._accept(data, traceparent)[1])
         except PostroomError as error:
             return BatchResult(line=number, problem=error.problem)
 
@@ -246,7 +244,9 @@ class _Fake(Exchanges):
             self._daemon._answer(request)  # noqa: SLF001 - which refuses it
         if (failure := self._daemon._failure) is not None:  # noqa: SLF001
             raise failure
-        yield _head(200, NDJSON), _Lines(body, self._daemon._line)  # noqa: SLF001
+        _, headers, _ = _taken_apart(request)
+        answer_line = partial(self._daemon._line, traceparent=headers.get("traceparent"))  # noqa: SLF001
+        yield _head(200, NDJSON), _Lines(body, answer_line)
 
     async def close(self) -> None:
         """Do nothing: what was sent is still there to be looked at."""
@@ -295,6 +295,13 @@ class FakeClient(Client):
     def sent(self) -> list[Sent]:
         """What was sent to its daemon, in order; a repeated send is there once."""
         return self.daemon.sent
+
+
+def _taken_apart(request: bytes) -> tuple[str, dict[str, str], bytes]:
+    """Return the first line of a request, its headers by their names in lower case, and its body."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    line, *lines = head.decode().split("\r\n")
+    return line, {name.lower(): value for name, _, value in (each.partition(": ") for each in lines)}, body
 
 
 def _head(status: int, media: str) -> Head:

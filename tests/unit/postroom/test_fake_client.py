@@ -100,11 +100,12 @@ async def test_a_stream_of_messages_gets_one_result_for_each() -> None:
     messages = [SendRequest(to="topic:orders", body=str(number)) for number in range(10_000)]
     messages[17] = SendRequest(to="nowhere", body="lost")
     asynchronous, blocking = FakeAsyncClient(), FakeClient()
-    results = [result async for result in asynchronous.send_many(messages)]
-    for each in (results, list(blocking.send_many(messages))):
+    results = [result async for result in asynchronous.send_many(messages, traceparent=TRACE)]
+    for each in (results, list(blocking.send_many(messages, traceparent=TRACE))):
         assert [result.line for result in each] == list(range(1, 10_001))
         assert [result.line for result in each if result.problem] == [18]
     assert len(asynchronous.sent) == len(blocking.sent) == 9_999
+    assert {sent.traceparent for sent in [*asynchronous.sent, *blocking.sent]} == {TRACE}
     blocking.close()
 
 
