@@ -29,8 +29,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, overload
 from uuid import UUID, uuid4
 
-import msgspec
-
+from postroom._wire.arguments import to_json
 from postroom._wire.drivers import Driver, Values, driver_of
 from postroom._wire.sockets import run_to_end
 from postroom._wire.sql import load_queries
@@ -321,7 +320,7 @@ def _refusal(error: Exception) -> PostroomError | None:
 
 def _json(payload: Any) -> str:
     try:
-        return msgspec.json.encode(payload).decode()
+        return to_json(payload).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
 

@@ -112,6 +112,17 @@ def _json_text(value: dict[str, Any] | list[Any]) -> str:
     return text
 
 
+def to_json(value: Any) -> bytes:
+    """Write JSON, also of a time, a dataclass and the like, as msgspec does.
+
+    Raises `TypeError`, `ValueError` or `RecursionError` for what JSON can't say (NaN would become null).
+    """
+    data = msgspec.json.encode(value)
+    if b"null" in data:
+        json.dumps(msgspec.to_builtins(value, enc_hook=lambda _raw: None), allow_nan=False)
+    return data
+
+
 def with_id(request: SendRequest) -> SendRequest:
     """Return `request`, with a fresh id where it has none: what is tried twice needs one name."""
     if not isinstance(request, SendRequest):

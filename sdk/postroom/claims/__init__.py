@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
 
+from postroom._wire.arguments import to_json
 from postroom.errors import InvalidMessage
 
 Key: TypeAlias = tuple[str, ...]  # the columns of a table's primary key
@@ -41,7 +42,7 @@ class Result(NamedTuple):
             result = cls("bytes", bytes(value))
         else:
             try:
-                result = cls("json", msgspec.json.encode(value))
+                result = cls("json", to_json(value))
             except (TypeError, ValueError, RecursionError) as error:
                 detail = f"the result can be stored neither as JSON nor as bytes: {error}"
                 raise InvalidMessage.of("result_not_json", detail) from error

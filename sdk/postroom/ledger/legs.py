@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from postroom._wire import spans
+from postroom._wire.arguments import to_json
 from postroom._wire.retry import tell
 from postroom._wire.sql import load_queries
 from postroom.chassis.handlers import contained
@@ -61,7 +62,6 @@ _ENDED: Final = (
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 
 decode: Final = msgspec.json.Decoder().decode
-_encode: Final = msgspec.json.Encoder().encode
 
 
 async def run_leg1(running: Running, activity: UUID, most: int | None = None) -> None:
@@ -313,7 +313,7 @@ def derived(activity: UUID, *words: object) -> UUID:
 def encode(value: Any, what: str) -> str:
     """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for, or Postgres."""
     try:
-        text = _encode(value).decode()
+        text = to_json(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
     if "\\u0000" in text.replace("\\\\", ""):  # a backslash that is escaped escapes nothing

@@ -56,6 +56,10 @@ async def spawns_a_set(_ctx: Context) -> Any:
     return work.spawn({1, object()})
 
 
+async def spawns_infinity(_ctx: Context) -> Any:
+    return work.spawn([1.5, float("inf")])
+
+
 async def spawns_half_a_character(_ctx: Context) -> Any:
     return work.spawn("\ud800")
 
@@ -72,6 +76,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
     "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
     "spawns_a_set": (spawns_a_set, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
+    "spawns_infinity": (spawns_infinity, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
     "spawns_a_nul": (spawns_a_nul, "InvalidFlow: what 'work' is spawned with contains a NUL character"),
     "spawns_half_a_character": (
         spawns_half_a_character,

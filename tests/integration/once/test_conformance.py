@@ -271,7 +271,12 @@ async def test_the_longest_names_are_kept(bench: Any) -> None:
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [(object(), "result_not_json"), ({"a": {1j}}, "result_not_json"), (bytes(MAX_RESULT + 1), "result_too_large")],
+    [
+        (object(), "result_not_json"),
+        ({"a": {1j}}, "result_not_json"),
+        ({"share": float("nan")}, "result_not_json"),
+        (bytes(MAX_RESULT + 1), "result_too_large"),
+    ],
 )
 def test_a_result_that_cannot_be_kept_is_refused(value: object, code: str) -> None:
     with pytest.raises(InvalidMessage) as caught:

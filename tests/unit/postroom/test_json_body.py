@@ -7,14 +7,16 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom import InvalidMessage
-from postroom._wire.arguments import compose, encode
+from postroom._wire.arguments import compose, encode, to_json
 from postroom._wire.message import prepare
 from postroom.testing import FakeAsyncClient, FakeClient
+from postroom.transaction import emit
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -58,6 +60,25 @@ async def test_what_is_not_json_is_refused_with_what_to_pass(body: Any) -> None:
         await client.send("topic:orders", body)
     assert (caught.value.code, caught.value.problem.field) == ("body_not_json", "body")
     assert client.sent == []
+
+
+@given(st.dictionaries(st.text(), VALUES) | VALUES)
+def test_a_value_of_an_event_or_a_result_is_the_same_json(value: Any) -> None:
+    assert json.loads(to_json(value)) == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), [1, float("inf")], {"a": {"b": -float("inf")}, "c": None}], ids=str)
+def test_what_json_would_make_null_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(value)
+    with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
+        emit(None, "demo", "order_placed", value, aggregate_type="order", aggregate_id=1)
+
+
+def test_what_is_json_already_stays_as_it_is() -> None:
+    assert to_json({"at": datetime(2026, 11, 21, tzinfo=UTC), "raw": msgspec.Raw(b'{"a":null}'), "no": None}) == (
+        b'{"at":"2026-11-21T00:00:00Z","raw":{"a":null},"no":null}'
+    )
 
 
 def test_a_value_that_holds_itself_or_is_too_deep_is_refused() -> None:
