@@ -4,7 +4,7 @@ What consumers, webhooks and jobs buried is in the record, in Postgres. What age
 is in streams alone, and a replay is published: that needs NATS. Where there is none, the record alone is shown.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -19,7 +19,6 @@ from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import (
     DEAD_LETTERS,
-    Act,
     Letter,
     LetterCauses,
     LetterCounts,
@@ -31,7 +30,7 @@ from postroom._wire.dead_letters import (
 from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
+from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, StoredLetter, count_letters
 from postroom.errors import PostroomError, Problem
 
 _MOST_LETTERS: Final = 100_000  # that one look for causes reads: a few seconds
@@ -89,14 +88,14 @@ class DeadLetters:
             asked = await decode_body(request, DEAD_LETTERS.change)
             mesh = own_mesh(request[PRINCIPAL], asked.mesh)
             async with self._opened(request, mesh) as (letters, unread):
-                if unread is not None and verb == "replay":
+                if unread is not None and EFFECTS[verb] is not None:
                     raise PostroomError(unread)
                 found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
                 done, failed = list[Letter](), list[Failure]()
                 if asked.dry_run:
                     done = [_shown(stored) for stored in found]
                 else:
-                    for stored, outcome in await letters.settle(_ACTS[verb], found, why=asked.reason):
+                    for stored, outcome in await letters.settle(verb, found, why=asked.reason):
                         if isinstance(outcome, PostroomError):
                             failed.append(Failure(id=stored.id, problem=outcome.problem))
                         else:
@@ -113,19 +112,15 @@ class DeadLetters:
         """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
         principal = request[PRINCIPAL]
 
-        async def log(connection: Connection, act: Act, ids: Sequence[str], why: str) -> None:
-            verb = next(name for name, one in _ACTS.items() if one == act)
-            keys = [f"{mesh} {id_}" for id_ in ids]
-            await keep_lines(connection, principal.actor, verb, DEAD_LETTERS.name, keys, outcome=act, reason=why)
+        async def log(connection: Connection, verb: str, ids: Sequence[str], why: str) -> None:
+            keys, said = [f"{mesh} {id_}" for id_ in ids], DEAD_LETTERS.verbs[verb].done
+            await keep_lines(connection, principal.actor, verb, DEAD_LETTERS.name, keys, outcome=said, reason=why)
 
         async with (
             self._nats.opened(PATIENCE) as (js, unread),
             self._database.read(principal.whose) as connection,
         ):
             yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
-
-
-_ACTS: Final[Mapping[str, Act]] = {"replay": "replayed", "drop": "dropped"}
 
 
 def _page(

@@ -27,19 +27,17 @@ from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
 from postroom.ledger.operating import (
-    cancel_job,
+    EFFECTS,
     count_jobs,
     find_jobs,
     find_message,
     missing,
-    retry_job,
     show_job,
     start,
     unknown_message,
 )
 from postroom.ledger.primitives import Start
 
-_EFFECTS: Final = {"retry": retry_job, "cancel": cancel_job}
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _WITHHELD: Final = msgspec.Raw(b"null")  # what a message says, from who may only look
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -136,7 +134,7 @@ class Jobs:
                         table.check(verb, f"the job {job}", one.state)
                         return one
                     async with connection.transaction():
-                        await _EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
+                        await EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
                         said = {"outcome": table.done, "reason": asked.reason}
                         await keep_log(connection, actor, verb, JOBS.name, one.mesh, str(job), **said)
                     return one

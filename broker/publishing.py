@@ -27,12 +27,14 @@ from postroom._wire.unpublished import (
     redriven,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume, with_past
+from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing.postgres import (
+    EFFECTS as FAILING,
+)
+from postroom.delivery.publishing.postgres import (
     Table,
-    drop_failing,
     find_failing,
     list_backlogs,
     list_dropped,
@@ -62,7 +64,7 @@ class Unpublished:
             return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/unpublished/<source>/drop`."""
+        """Make the handler of `POST /v1/unpublished/<source>/<verb>`: of all that are meant, or none."""
         noun = UNPUBLISHED[self._source.name]
 
         async def handle(request: web.Request) -> web.Response:
@@ -72,7 +74,7 @@ class Unpublished:
                 meant = asked.filter, asked.mesh, asked.cursor
                 ids, next_cursor = await find_failing(connection, self._source, *meant)
                 if not asked.dry_run:
-                    await drop_failing(connection, self._source, ids, actor=actor, reason=asked.reason)
+                    await FAILING[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
                     await keep_lines(connection, actor, verb, noun.name, ids, **said)
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[], next_cursor=next_cursor))
@@ -109,7 +111,7 @@ class Consumers:
         return json_response(page)
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/consumers/pause` or `/resume`: each consumer after its line of the log."""
+        """Make the handler of `POST /v1/consumers/<verb>`: each consumer after its line of the log."""
         table = CONSUMERS.verbs[verb]
 
         async def handle(request: web.Request) -> web.Response:
@@ -137,10 +139,7 @@ class Consumers:
                     async with self._database.read(principal.whose) as connection, connection.transaction():
                         said = {"outcome": table.done, "reason": asked.reason}
                         await keep_log(connection, principal.actor, verb, CONSUMERS.name, id_, **said)
-                        if verb == "pause":
-                            await pause(js, info, OperatorPause(principal.actor, asked.reason))
-                        else:
-                            await resume(js, info)
+                        await EFFECTS[verb](js, info, OperatorPause(principal.actor, asked.reason))
                     return id_
 
                 done, failed = await each(found, effect, str)

@@ -26,14 +26,14 @@ from broker.operator import BRIEFLY, Nats
 from broker.requests import decode_body
 from broker.takers import MOST, ROUNDS, Draft, Published, Takers
 from postroom._wire.dead_letters import DeadLetter
-from postroom._wire.jobs import Activity, JobMessage, JobTree
+from postroom._wire.jobs import JOBS, Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.spark import SparkTask, partition_id
 from postroom._wire.sql import load_queries
 from postroom._wire.trace import NAME, REPAIRED, TRACEPARENT, Outcome, compose, help_for, steps_of
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import json_response
-from postroom.delivery.dead_letters.operations import replay_id
+from postroom.delivery.dead_letters.operations import SENT_AGAIN, replay_id
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import NotFound, Problem, Unavailable
 from postroom.ledger.operating import find_message, show_job
@@ -45,6 +45,7 @@ _OTHER_NAMES: Final = re.compile(  # of a message: for a recipient, in a letter'
     r"(?P<delivered>[0-9a-f]{8}-[0-9a-f-]{27})\.[a-z][a-z0-9_-]*(?:/[0-9]+)?"
     r"|(?:dead:[^:]*:)?(?P<id>.+?)(?:~[A-Za-z0-9_-]+\.[0-9]+)?(?:/[0-9]+)?"
 )
+_ENDS_JOB: Final = {name for name, verb in JOBS.verbs.items() if verb.grave}
 _OF_JOB: Final[Mapping[str, Outcome]] = {"completed": "done", "failed": "dead", "cancelled": "ended"}
 _OF_ACTIVITY: Final[Mapping[str, Outcome]] = {
     "waiting": "waiting",
@@ -349,7 +350,8 @@ class _Telling(Draft):
                 self.wait(step, f"{consumer} is handling it")
         for row in self.limited(letters):
             letter, act = msgspec.json.decode(row["letter"], type=DeadLetter), row["act"]
-            outcome = "dead" if act is None else "done" if act == "replayed" else "ended"
+            again = act in SENT_AGAIN
+            outcome = "dead" if act is None else "done" if again else "ended"
             known = f"handled:{letter.message_id} {letter.consumer}"
             dead = self.add(
                 "letter", str(row["id"]), "buried", known if known in self.steps else f"event:{row['original']}",
@@ -361,11 +363,11 @@ class _Telling(Draft):
                 replay = f"postroom dlq replay {row['id']} --mesh {row['context']} --reason '{REPAIRED}'"
                 self.wait(dead, why, replay)
                 continue
-            name = replay_id(letter) if act == "replayed" else str(row["id"])
+            name = replay_id(letter) if again else str(row["id"])
             step = self.add(
                 act, name, act, dead.id, outcome=outcome, at=row["settled_at"], by=row["settled_by"], reason=row["why"]
             )
-            if act == "replayed" and f"handled:{name} {letter.consumer}" not in self.steps:
+            if again and f"handled:{name} {letter.consumer}" not in self.steps:
                 self.wait_for(letter.consumer, step, f"{letter.consumer} has yet to take it")
         return causes
 
@@ -412,7 +414,7 @@ class _Telling(Draft):
         if tree.job.state == "failed":
             self.wait(shown, f"the job failed: {tree.job.error}", f"postroom jobs retry {job} --reason '{REPAIRED}'")
         for number, note in enumerate(tree.log):
-            outcome: Outcome = "ended" if note.verb == "cancel" else "done"
+            outcome: Outcome = "ended" if note.verb in _ENDS_JOB else "done"
             self.add(
                 "log", f"{job} {number}", note.verb, shown.id, thing=str(job), outcome=outcome,
                 at=note.at, by=note.actor, reason=note.reason,

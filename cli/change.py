@@ -120,9 +120,9 @@ def change_all(
 
 
 def tell_each(
-    portions: Iterable[Portion], verb: str, change: Change, *, things: str, done_as: str, named: bool = True
+    portions: Iterable[Portion], verb: str, done_as: str, change: Change, *, things: str, named: bool = True
 ) -> None:
-    """Write each thing that was done, `done_as`, and why others failed, perhaps `named`; exit code 1 then."""
+    """Write each thing that is `done_as` now, or would be, and why others failed, perhaps `named`; exit code 1 then."""
     done = failed = 0
     for portion in portions:
         for id_, problem in portion.failed.items():
@@ -130,7 +130,7 @@ def tell_each(
         for one in portion.done:
             id_ = str(getattr(one, "id", one))
             as_said = {"id": id_, "done": None if change.dry_run else verb}
-            json_line(as_said) if change.as_json else line(f"{id_} {done_as}")
+            json_line(as_said) if change.as_json else line(f"{id_} {'would be ' * change.dry_run}{done_as}")
         done, failed = done + len(portion.done), failed + len(portion.failed)
     if not (done or failed):
         note(f"no {things} match: nothing to do")

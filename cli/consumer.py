@@ -109,7 +109,7 @@ class Filters(NamedTuple):
     stream: Annotated[str | None, typer.Option("--stream", metavar="NAME", help="Only those of this stream.")] = None
 
 
-def pause_or_resume(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:
+def operate(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each consumer that is meant; exit code 1 where it failed for some of several."""
     chosen, table = chosen_ids(names), CONSUMERS.verbs[verb]
     check_choice("consumer", "consumer", chosen, everything=change.everything, filtered=filters != Filters())
@@ -119,12 +119,12 @@ def pause_or_resume(verb: str, *, names: Names = None, filters: Filters, change:
         return [one.id for one in found if ("active" if one.paused_by is None else "paused") in table.states]
 
     ask = asking(CONSUMERS, verb, ConsumerFilter(ids=chosen), reach, mesh=reach.mesh, find=find)
-    portions = change_all("consumer", verb, chosen, change, ask, undoable=True)
-    tell_each(portions, verb, change, things="consumers", done_as=f"{'would be ' * change.dry_run}{table.done}")
+    portions = change_all("consumer", verb, chosen, change, ask, undoable=table.undoable)
+    tell_each(portions, verb, table.done, change, things="consumers")
 
 
 for _verb, _table in CONSUMERS.verbs.items():
-    app.command(_verb, help=_table.effect)(with_options(partial(pause_or_resume, _verb)))
+    app.command(_verb, help=_table.effect)(with_options(partial(operate, _verb)))
 
 
 def _find(reach: Reach) -> list[Durable]:

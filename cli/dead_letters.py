@@ -120,7 +120,7 @@ def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reac
             json_line({**_members(letter), "done": not change.dry_run})
         done, failed, unread = done + len(portion.done), failed + len(portion.failed), portion.unread or unread
     if not change.as_json:
-        line(f"{done} {'would be ' if change.dry_run else ''}{DEAD_LETTERS.verbs[verb].done}, {failed} failed")
+        line(f"{done} {'would be ' * change.dry_run}{DEAD_LETTERS.verbs[verb].done}, {failed} failed")
     if failed:
         raise SystemExit(Exit.FAILED)
     if not chosen:

@@ -310,8 +310,8 @@ def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, r
     check_choice("job", "jobs", ids, everything=change.everything, filtered=filters != Filters())
     named = [str(_uuid(each)) for each in ids]
     ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
-    said = f"would {verb}" if change.dry_run else JOBS.verbs[verb].done
-    tell_each(change_all("job", verb, named, change, ask), verb, change, things="jobs", done_as=said, named=False)
+    portions = change_all("job", verb, named, change, ask)
+    tell_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs", named=False)
 
 
 for _verb, _table in JOBS.verbs.items():

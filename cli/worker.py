@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 import typer
@@ -22,10 +23,9 @@ from cli.noun import (
     Config,
     DryRun,
     Json,
+    Mesh,
     OlderThan,
-    OutboxDatabase,
     OutboxPlace,
-    Reach,
     Reason,
     Since,
     Yes,
@@ -92,10 +92,9 @@ def failing(source: str) -> typer.Typer:
         if found.more:
             note(f"these are the oldest; `postroom worker {source} drop --all --dry-run` shows the ids of all")
 
-    def drop(
-        *, ids: Ids = None, filters: Filters, change: Change, reach: Reach, database: OutboxDatabase = None
+    def operate(
+        verb: str, *, ids: Ids = None, filters: Filters, change: Change, mesh: Mesh = None, place: OutboxPlace
     ) -> None:
-        place = OutboxPlace(database, reach.url, reach.token_file)
         chosen = chosen_ids(ids)
         check_choice(
             things.name, f"worker {source}", chosen, everything=change.everything, filtered=filters != Filters()
@@ -103,17 +102,16 @@ def failing(source: str) -> typer.Typer:
 
         def ask(asked: Asked) -> Portion:
             meant = filters.refused() if asked.ids is None else unpublished.RefusedFilter(ids=list(asked.ids))
-            mesh, why, dry_run = None if chosen else reach.mesh, asked.why, asked.dry_run
+            options: Any = {"mesh": None if chosen else mesh, "reason": asked.why, "dry_run": asked.dry_run}
             result = place.ask(
-                lambda client: client.change(things, "drop", meant, mesh=mesh, reason=why, dry_run=dry_run),
-                lambda own: own.drop(meant, mesh, reason=why, dry_run=dry_run),
+                lambda client: client.change(things, verb, meant, **options),
+                lambda own: own.change(verb, meant, **options),
                 timeout=SECONDS,
             )
             return Portion(result.done, {})
 
-        said = "would be dropped" if change.dry_run else "dropped"
-        portions = change_all(things.name, "drop", chosen, change, ask)
-        tell_each(portions, "drop", change, things=source, done_as=said)
+        portions = change_all(things.name, verb, chosen, change, ask)
+        tell_each(portions, verb, things.verbs[verb].done, change, things=source)
 
     def log(*, place: OutboxPlace, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
@@ -126,8 +124,9 @@ def failing(source: str) -> typer.Typer:
         )
 
     app.command("list")(with_options(list_, without=without))
-    help_ = f"{things.verbs['drop'].effect[:-1]}; `log` shows who did it, and why."
-    app.command(help=help_)(with_options(drop, without=without))
+    for verb, table in things.verbs.items():
+        help_ = f"{table.effect[:-1]}; `log` shows who did it, and why."
+        app.command(verb, help=help_)(with_options(partial(operate, verb), without=without))
     app.command()(with_options(log, without=without))
     return app
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
@@ -19,8 +18,6 @@ from postroom._wire.operations import MAX_IDS, Age
 from postroom._wire.programs import Trouble
 from postroom._wire.words import counted
 from postroom.errors import Problem
-
-Act = Literal["replayed", "dropped"]
 
 _VARYING: Final = re.compile(r"(?<!\w)\d+(?:[.,:]\d+)*(?!\w)|\b(?=[\w-]*\d)[\w-]{12,}\b")
 _COMMON: Final = 200  # characters
@@ -156,9 +153,9 @@ class LetterCauses(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class LetterNote(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """What an operator did to a dead letter."""
+    """What an operator did to a dead letter: by its `act` it was `replayed`, say, or `dropped`."""
 
-    act: Act
+    act: str
     at: datetime
     actor: str
     why: str
@@ -192,19 +189,6 @@ class LetterCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
                 yield Trouble(stream, counted(count, "dead letter"), show, "look")
 
 
-VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
-    {
-        "replay": Verb(
-            "Send messages again, each under a fresh id, to the consumer that could not handle them; their letters are "
-            "settled.",
-            "replayed",
-        ),
-        "drop": Verb(
-            "Settle dead letters that will not be handled; a record of each is kept, without its payload.", "dropped"
-        ),
-    }
-)
-
 DEAD_LETTERS: Final = Noun(
     "dead letter",
     "dead letters",
@@ -213,7 +197,18 @@ DEAD_LETTERS: Final = Noun(
     LetterPage,
     Change[LetterFilter],
     Result[Letter],
-    VERBS,
+    {
+        "replay": Verb(
+            "Send messages again, each under a fresh id, to the consumer that could not handle them; their letters are "
+            "settled.",
+            "replayed",
+        ),
+        "drop": Verb(
+            "Settle dead letters that will not be handled; a record of each is kept, without its payload.",
+            "dropped",
+            grave=True,
+        ),
+    },
     whole=LetterPage,
     place="{mesh}/{id}",
     log=LetterLog,

@@ -224,6 +224,7 @@ JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] =
             "End running or closed jobs permanently: no step of them commits any more, and later messages are ignored.",
             "cancelled",
             frozenset({"running", "closed"}),
+            grave=True,
         ),
     },
     whole=JobTree,

@@ -38,12 +38,15 @@ CHANGES = 500  # things after which the answer of one request ends with a cursor
 class Verb(NamedTuple):
     """What an operator may do to a thing, as a sentence for help and documents, and what the thing is `done` then.
 
-    `states` are those in which it may be done; none: in any.
+    `states` are those in which it may be done; none: in any. A `grave` one ends or stops something, and looks so. One
+    that is `undoable` is taken back by another: it is done to one thing without a question.
     """
 
     effect: str
     done: str
     states: frozenset[str] = frozenset()
+    grave: bool = False
+    undoable: bool = False
 
     def check(self, verb: str, thing: str, state: str) -> None:
         """Raise `Conflict`, which says why, where it may not be done to a `thing` in a `state`."""

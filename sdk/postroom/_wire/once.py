@@ -102,6 +102,7 @@ KEYS: Final[Noun[KeysQuery, KeyPage, KeyDetails, Any, Any, KeyNames, KeyName]] =
         "forget": Verb(
             "Delete a key, so that its work can be done again: the next delivery of its message does it.",
             "forgotten",
+            grave=True,
         )
     },
     reads="broker_look",

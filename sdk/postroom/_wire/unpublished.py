@@ -66,7 +66,7 @@ class RefusedFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, DroppedLog, Any, RefusedFilter, str]:
-    drop = Verb("Permanently drop what fails, so that what waits behind it is published.", "dropped")
+    drop = Verb("Permanently drop what fails, so that what waits behind it is published.", "dropped", grave=True)
     return Noun(
         thing,
         f"{source} that JetStream refuses",
@@ -255,8 +255,10 @@ CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, ConsumerFilte
             "they finish.",
             "paused",
             frozenset({"active"}),
+            grave=True,
+            undoable=True,
         ),
-        "resume": Verb("Give paused consumers messages again.", "resumed", frozenset({"paused"})),
+        "resume": Verb("Give paused consumers messages again.", "resumed", frozenset({"paused"}), undoable=True),
     },
     reads="broker_look",
     changes="broker_repair",

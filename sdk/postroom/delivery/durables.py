@@ -7,6 +7,7 @@ unreachable.
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
@@ -98,12 +99,16 @@ async def pause(js: JetStreamContext, info: ConsumerInfo, by: OperatorPause) -> 
         raise from_nats(error, f"pausing the consumer {info.name}") from error
 
 
-async def resume(js: JetStreamContext, info: ConsumerInfo) -> None:
+async def resume(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -> None:
     """Have it be given messages again; raises `Unavailable`."""
     try:
         await js.resume_consumer(info.stream_name, info.name)
     except NATS_ERRORS as error:
         raise from_nats(error, f"resuming the consumer {info.name}") from error
+
+
+EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume})
+"""What each verb does to a consumer, for an operator who has said why."""
 
 
 async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:

@@ -15,6 +15,7 @@ gone is acknowledged, as for any that there is not.
 import asyncio
 import time
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -182,6 +183,10 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
             raise missing(job)
         if not row["done"]:
             raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[row['state']]}")
+
+
+EFFECTS: Final = MappingProxyType({"retry": retry_job, "cancel": cancel_job})
+"""What each verb does to a job."""
 
 
 async def find_message(connection: Connection, message: str) -> list[JobMessage]:

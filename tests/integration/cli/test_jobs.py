@@ -291,7 +291,7 @@ def test_jobs_that_a_filter_means_are_shown_first_and_changed_with_all(office: O
     flow = ("--flow", "by-filter")
     jobs = [office.user.run("jobs", "start", flow[1], "--first", "extract").out.strip() for _ in range(3)]
     would = office.user.run("jobs", "cancel", "--all", *flow, "--state", "running", "--dry-run")
-    assert sorted(would.out.splitlines()) == sorted(f"{job} would cancel" for job in jobs)
+    assert sorted(would.out.splitlines()) == sorted(f"{job} would be cancelled" for job in jobs)
     assert {office.state(job) for job in jobs} == {"running"}
     assert office.user.run("jobs", "cancel", "--all", *flow, "--mesh", "land", "--yes", "--reason", "x").out == ""
     done = office.user.run("jobs", "cancel", "--all", *flow, "--reason", "the wrong flow", "--yes", "--json")
@@ -307,7 +307,7 @@ def test_a_dry_run_says_why_a_job_cannot_be_changed(office: Office) -> None:
     assert (refused.code, refused.sentence()) == (
         4, f"cannot retry the job {job}: it must be failed, and is running"
     )  # fmt: skip
-    assert office.user.run("jobs", "cancel", str(job), "--dry-run").out == f"{job} would cancel\n"
+    assert office.user.run("jobs", "cancel", str(job), "--dry-run").out == f"{job} would be cancelled\n"
     assert office.state(job) == "running"
 
 

@@ -39,7 +39,7 @@ async def test_a_paused_consumer_is_given_nothing_by_whichever_process_asks(cont
             info = await context.info()
             assert (info.num_pending, pause_of(info)) == (1, ADA)
             assert (script.ids(), other.ids()) == (["before"], [])
-            await resume(context.js, info)
+            await resume(context.js, info, ADA)
             await context.settled()
     assert sorted(script.ids() + other.ids()) == ["after", "before"]
     assert await paused(context) is None
@@ -66,7 +66,7 @@ async def test_what_is_in_hand_is_finished_and_what_fails_waits_with_the_rest(co
         await until_so(handed_back, "one is done")
         await context.publish(["later"])
         assert len(script.seen) == 2
-        await resume(context.js, await context.info())
+        await resume(context.js, await context.info(), ADA)
         for _ in range(2):
             await answer.put(DONE)
         await context.settled()
@@ -94,7 +94,7 @@ async def test_a_pause_outlasts_the_server(tmp_path: Path) -> None:
         await until_so(waits, "the message waits")
         info = await context.info()
         assert (pause_of(info), script.seen) == (ADA, [])
-        await resume(context.js, info)
+        await resume(context.js, info, ADA)
         await script.saw(1)
     await connection.close()
     server.stop()

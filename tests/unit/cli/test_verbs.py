@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ import pytest
 import typer
 
 from cli.app import VERBS
+from outbox import operating as rows
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.jobs import JOBS
 from postroom._wire.operations import VERBS as ROW_VERBS
+from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
+from postroom.delivery import durables
+from postroom.delivery.dead_letters import operations as letters
+from postroom.delivery.publishing import postgres as publishing
+from postroom.ledger import operating as jobs
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
 READING |= {"check", "orphan-check", "doctor", "status", "log"}
@@ -102,9 +110,20 @@ def test_every_reading_verb_has_json(words: str) -> None:
     assert "--json" in options(words)
 
 
-CHANGING = [f"outbox {verb}" for verb in ROW_VERBS]
-CHANGING += ["dlq replay", "dlq drop", "jobs retry", "jobs cancel", "worker events drop", "worker deliveries drop"]
-CHANGING += ["consumer pause", "consumer resume"]
+TABLES: dict[str, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {
+    "outbox": (ROW_VERBS, rows.EFFECTS),
+    "dlq": (DEAD_LETTERS.verbs, letters.EFFECTS),
+    "jobs": (JOBS.verbs, jobs.EFFECTS),
+    "consumer": (CONSUMERS.verbs, durables.EFFECTS),
+    **{f"worker {name}": (noun.verbs, publishing.EFFECTS) for name, noun in UNPUBLISHED.items()},
+}
+CHANGING = [f"{words} {verb}" for words, (verbs, _) in TABLES.items() for verb in verbs]
+
+
+@pytest.mark.parametrize("words", TABLES)
+def test_every_verb_of_a_table_has_an_effect(words: str) -> None:
+    verbs, effects = TABLES[words]
+    assert effects.keys() == verbs.keys()
 
 
 @pytest.mark.parametrize("words", CHANGING)
@@ -132,10 +151,6 @@ def test_every_verb_on_many_things_names_them_in_the_one_way(words: str) -> None
         "operator rotate-token",
         "outbox prune",
         "outbox recover",
-        "dlq replay",
-        "dlq drop",
-        "jobs retry",
-        "jobs cancel",
     ],
 )
 def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:

@@ -27,9 +27,9 @@ from postroom._wire.unpublished import (
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
 from postroom.delivery.publishing.postgres import (
+    EFFECTS,
     EVENTS,
     LETTERS,
-    drop_failing,
     find_failing,
     list_backlogs,
     list_dropped,
@@ -127,10 +127,10 @@ class Application:
         """Return the events that operators dropped."""
         return DroppedLog(dropped=await list_dropped(self._connection, EVENTS))
 
-    async def drop(
-        self, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
+    async def change(
+        self, verb: str, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
     ) -> Result[str]:
-        """Drop events that are refused, a thousand at a time; raises `NotFound` where one that is named is not."""
+        """Do a verb to events that are refused, a thousand at a time; raises `NotFound` where a named one is not."""
         noun = UNPUBLISHED[EVENTS.name]
         done: list[str] = []
         after: str | None = ""
@@ -138,9 +138,9 @@ class Application:
             async with self._connection.transaction():
                 ids, after = await find_failing(self._connection, EVENTS, wanted, mesh, after)
                 if not dry_run:
-                    await drop_failing(self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
+                    await EFFECTS[verb](self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
                     for one in ids:
-                        await self._keep_log("drop", noun.name, one, noun.verbs["drop"].done, reason)
+                        await self._keep_log(verb, noun.name, one, noun.verbs[verb].done, reason)
             done += ids
         return Result(dry_run=dry_run, done=done, failed=[])
 

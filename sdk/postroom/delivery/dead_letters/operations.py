@@ -1,4 +1,4 @@
-"""What an operator does with dead letters: look at, replay and drop them (docs/contract/delivery.md#delivery-51).
+"""What an operator sees of dead letters, and does with them (docs/contract/delivery.md#delivery-51).
 
 The record in Postgres is what is read, and where it is written down what was done: a letter that was replayed or
 dropped is so permanently, whatever a stream still holds or is filled with again. Letters without a row (those of
@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import asyncpg
@@ -26,7 +27,15 @@ import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from postroom._wire.dead_letters import Act, DeadLetter, Letter, LetterCause, LetterFilter, LetterNote, common_error
+from postroom._wire.dead_letters import (
+    DEAD_LETTERS,
+    DeadLetter,
+    Letter,
+    LetterCause,
+    LetterFilter,
+    LetterNote,
+    common_error,
+)
 from postroom._wire.nouns import invalid_cursor
 from postroom.chassis.postgres import Connection
 from postroom.delivery.dead_letters import (
@@ -65,8 +74,11 @@ _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _PLACE: Final = re.compile(r"(?P<stream>[^/]+)/(?P<sequence>[1-9][0-9]{0,17})")
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
-Log = Callable[[Connection, Act, Sequence[str], str], Awaitable[None]]
-"""Keeps, in the transaction that a connection is in, what was done to letters, by their ids, and why."""
+Log = Callable[[Connection, str, Sequence[str], str], Awaitable[None]]
+"""Keeps, in the transaction that a connection is in, which verb was done to letters, by their ids, and why."""
+
+Outcome = str | PostroomError | None
+"""What became of a letter: the id of its new message, why it is as it was, or None, where it is settled and no more."""
 
 
 class StoredLetter(NamedTuple):
@@ -195,59 +207,49 @@ class LetterOperations:
                 original_subject=letter.original_subject,
                 reason=letter.reason,
                 consumer=letter.consumer,
-                new_message_id=replay_id(letter) if row["act"] == "replayed" else None,
+                new_message_id=replay_id(letter) if row["act"] in SENT_AGAIN else None,
             )
             notes.append(note)
         return notes
 
     async def settle(
-        self, act: Act, letters: Sequence[StoredLetter], *, why: str
-    ) -> list[tuple[StoredLetter, str | PostroomError | None]]:
-        """Replay letters, or drop them, which takes their payloads; return each with what became of it.
-
-        That is the id of its new message, None where it was dropped, or why it is as it was: it holds no message, say,
-        or the consumer that it is meant for is gone.
-        """
-        settled: list[tuple[StoredLetter, str | PostroomError | None]] = []
+        self, verb: str, letters: Sequence[StoredLetter], *, why: str
+    ) -> list[tuple[StoredLetter, Outcome]]:
+        """Do a verb to letters, which settles them and takes their payloads; return each with what became of it."""
+        settled: list[tuple[StoredLetter, Outcome]] = []
         for begin in range(0, len(letters), _TOGETHER):
             some = letters[begin : begin + _TOGETHER]
-            outcomes = await self._settle_together(act, some, why)
+            outcomes = await self._settle_together(verb, some, why)
             settled += [(stored, outcomes[stored.id]) for stored in some]
         return settled
 
-    async def _settle_together(
-        self, act: Act, some: Sequence[StoredLetter], why: str
-    ) -> dict[str, str | PostroomError | None]:
-        connection, outcomes = self._connection, dict[str, str | PostroomError | None]()
+    async def _settle_together(self, verb: str, some: Sequence[StoredLetter], why: str) -> dict[str, Outcome]:
+        connection, outcomes, act = self._connection, dict[str, Outcome](), DEAD_LETTERS.verbs[verb].done
         async with connection.transaction():
             numbers = [stored.row for stored in some if stored.row is not None]
             rows = {str(row["id"]): row for row in await connection.fetch(QUERIES["lock_letters"], numbers)}
             taken = {id_: _letter(row) for id_, row in rows.items()} | await self._record(act, some, why)
             for stored in some:
-                try:
-                    if stored.streamed is not None and stored.streamed.recorded:
-                        raise letter_elsewhere(stored.id, "" if stored.letter is None else stored.letter.consumer)
-                    if stored.id not in taken:
-                        raise letter_not_found(stored.id)
-                    if act == "replayed":
-                        await self._check_replay(stored.id, taken[stored.id])
-                except PostroomError as error:
-                    outcomes[stored.id] = error
-            ready = {id_: letter for id_, letter in taken.items() if id_ not in outcomes}
-            outcomes |= await self._publish(ready) if act == "replayed" else dict.fromkeys(ready)
-            done = [id_ for id_ in ready if not isinstance(outcomes[id_], PostroomError)]
+                if stored.streamed is not None and stored.streamed.recorded:
+                    consumer = "" if stored.letter is None else stored.letter.consumer
+                    outcomes[stored.id] = letter_elsewhere(stored.id, consumer)
+                elif stored.id not in taken:
+                    outcomes[stored.id] = letter_not_found(stored.id)
+            send = EFFECTS[verb]
+            outcomes |= dict.fromkeys(taken) if send is None else await send(self, taken)
+            done = [id_ for id_ in taken if not isinstance(outcomes[id_], PostroomError)]
             settled = [rows[id_] for id_ in done if id_ in rows]
             await connection.execute(QUERIES["settle"], [row["id"] for row in settled], act, self._actor, why)
             kept = [stored.streamed for stored in some if stored.id in taken and stored.id not in done]
             forgotten = [streamed.letter_id for streamed in kept if streamed is not None]
             await connection.execute(QUERIES["forget_unrecorded"], self._context, forgotten)
             if self._log is not None:
-                await self._log(connection, act, done, why)
+                await self._log(connection, verb, done, why)
         if (js := self._js) is not None:
             await asyncio.gather(*(_take_out(js, row) for row in settled if row["stream"] is not None))
         return outcomes
 
-    async def _record(self, act: Act, some: Sequence[StoredLetter], why: str) -> dict[str, DeadLetter | None]:
+    async def _record(self, act: str, some: Sequence[StoredLetter], why: str) -> dict[str, DeadLetter | None]:
         """Give letters without a row one, settled, so that they are this transaction's; return those that had none."""
         unrecorded = {
             stored.streamed.letter_id: stored
@@ -270,16 +272,25 @@ class LetterOperations:
         found = [unrecorded[row["letter_id"]] for row in rows]
         return {stored.id: stored.letter for stored in found}
 
-    async def _check_replay(self, id_: str, letter: DeadLetter | None) -> None:
-        """Raise why a letter cannot be replayed."""
+    async def replay(self, letters: Mapping[str, DeadLetter | None]) -> dict[str, Outcome]:
+        """Send the messages of letters again, pipelined; return of each its new id, or why no stream has it."""
+        outcomes, ready = dict[str, Outcome](), dict[str, DeadLetter]()
+        for id_, letter in letters.items():
+            try:
+                ready[id_] = await self._check_replay(id_, letter)
+            except PostroomError as error:
+                outcomes[id_] = error
+        sent = await asyncio.gather(*(self._publish(id_, letter) for id_, letter in ready.items()))
+        return outcomes | dict(zip(ready, sent, strict=True))
+
+    async def _check_replay(self, id_: str, letter: DeadLetter | None) -> DeadLetter:
+        """Return a letter that can be replayed; raise why it cannot."""
         if letter is None or not letter.has_payload:
             raise no_payload(id_)
         if self._js is None:
             raise no_nats(f"replaying the dead letter {id_}")
         wanted = letter.consumer, letter.original_subject
-        if not letter.consumer:  # it is another program's, and meant for all
-            return
-        if wanted not in self._there:
+        if letter.consumer and wanted not in self._there:  # without one it is another program's, and meant for all
             try:
                 stream = await self._js.find_stream_name_by_subject(letter.original_subject)
                 await self._js.consumer_info(stream, letter.consumer)
@@ -289,29 +300,23 @@ class LetterOperations:
                 raise from_nats(error, f"replaying the dead letter {id_}") from error
             else:
                 self._there[wanted] = True
-        if not self._there[wanted]:
+        if not self._there.get(wanted, True):
             raise consumer_gone(id_, letter.consumer, letter.original_subject)
+        return letter
 
-    async def _publish(self, letters: Mapping[str, DeadLetter | None]) -> dict[str, str | PostroomError]:
-        """Send the messages of letters again, pipelined; return of each its new id, or why no stream has it."""
-
-        async def publish(id_: str, letter: DeadLetter) -> str | PostroomError:
-            assert self._js is not None  # noqa: S101 - that was checked
-            new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
-            kept = [name for name in letter.headers if not name.startswith("Nats-") and name not in ours]
-            first_id = letter.headers.get(REPLAY_OF) or letter.message_id
-            said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
-            headers = {name: letter.headers[name] for name in kept} | {
-                name: text for name, text in said.items() if text
-            }
-            try:
-                await self._js.publish(letter.original_subject, letter.data(), headers=headers)
-            except NATS_ERRORS as error:
-                return from_nats(error, f"replaying the dead letter {id_}")
-            return new_id
-
-        sent = await asyncio.gather(*(publish(id_, letter) for id_, letter in letters.items() if letter is not None))
-        return dict(zip(letters, sent, strict=True))
+    async def _publish(self, id_: str, letter: DeadLetter) -> str | PostroomError:
+        """Send the message of one again."""
+        assert self._js is not None  # noqa: S101 - that was checked
+        new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
+        kept = [name for name in letter.headers if not name.startswith("Nats-") and name not in ours]
+        first_id = letter.headers.get(REPLAY_OF) or letter.message_id
+        said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+        headers = {name: letter.headers[name] for name in kept} | {name: text for name, text in said.items() if text}
+        try:
+            await self._js.publish(letter.original_subject, letter.data(), headers=headers)
+        except NATS_ERRORS as error:
+            return from_nats(error, f"replaying the dead letter {id_}")
+        return new_id
 
     async def _check_context(self) -> None:
         """Raise `NotFound` where neither the record nor NATS has ever heard of the context."""
@@ -393,6 +398,13 @@ class LetterOperations:
     async def count_unrecorded(self) -> int:
         """Return how many letters there are without a row."""
         return sum([not known async for _, known in self._read_stream(_EPOCH)])
+
+
+EFFECTS: Final = MappingProxyType({"replay": LetterOperations.replay, "drop": None})
+"""How each verb sends the messages of letters again before they are settled; None: it does not."""
+
+SENT_AGAIN: Final = frozenset(DEAD_LETTERS.verbs[verb].done for verb, send in EFFECTS.items() if send is not None)
+"""The acts after which the message of a letter is under way again, under its `replay_id`."""
 
 
 async def _take_out(js: JetStreamContext, row: asyncpg.Record) -> None:

@@ -345,7 +345,7 @@ CREATE TABLE postroom.dead_letters (
   letter bytea NOT NULL,  -- JSON, without the payload; bytes, for other programs' texts may hold what no text may
   payload bytea,
 
-  act text CHECK (act IN ('replayed', 'dropped')),
+  act text CHECK (act <> ''),  -- what it is by the verb that settled it: replayed, dropped
   settled_at timestamptz,
   settled_by text,
   why text,

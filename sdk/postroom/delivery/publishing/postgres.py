@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Any, Final
 
 import asyncpg
@@ -301,6 +302,10 @@ async def drop_failing(connection: Connection, table: Table, ids: Sequence[str],
     for text in ids:
         if text not in dropped:
             raise not_failing(table.name, text)
+
+
+EFFECTS: Final = MappingProxyType({"drop": drop_failing})
+"""What each verb does to what is refused."""
 
 
 async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:

@@ -246,7 +246,7 @@ CREATE TABLE ledger.operator_log (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
   at timestamptz NOT NULL DEFAULT now(),
-  verb text NOT NULL CHECK (verb IN ('retry', 'cancel')),
+  verb text NOT NULL CHECK (verb <> ''),
   actor text NOT NULL,
   reason text NOT NULL
 );

@@ -49,7 +49,7 @@ async def main(nats: str, postgres: str, context: str) -> None:
     letters = LetterOperations(connection, client.jetstream(), context, actor="ann")
     found = await letters.find(LetterFilter())
     _replaying = True
-    await letters.settle("replayed", found, why="a test")
+    await letters.settle("replay", found, why="a test")
 
 
 if __name__ == "__main__":

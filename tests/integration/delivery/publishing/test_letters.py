@@ -37,7 +37,7 @@ async def streamed(office: Any, stream: str) -> dict[str, DeadLetter]:
 async def settle(office: Any, message_id: str) -> None:
     async with office.pool.acquire() as connection:
         letters = LetterOperations(connection, office.js, office.context, actor="ann")
-        await letters.settle("dropped", await letters.find(LetterFilter(ids=frozenset({message_id}))), why="a test")
+        await letters.settle("drop", await letters.find(LetterFilter(ids=frozenset({message_id}))), why="a test")
 
 
 async def unsettled(office: Any) -> list[DeadLetter | None]:

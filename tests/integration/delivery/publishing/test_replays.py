@@ -17,7 +17,7 @@ import pytest
 from embedded.processes import tethered
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import StreamLetters
-from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
+from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
 from postroom.delivery.publishing.postgres import LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
@@ -61,9 +61,9 @@ async def find(office: Any, wanted: LetterFilter | None = None) -> list[StoredLe
         return await operations(office, connection).find(wanted or LetterFilter())
 
 
-async def settle(office: Any, found: list[StoredLetter], act: Any = "replayed") -> list[str | PostroomError | None]:
+async def settle(office: Any, found: list[StoredLetter], verb: str = "replay") -> list[Outcome]:
     async with office.pool.acquire() as connection:
-        return [outcome for _, outcome in await operations(office, connection).settle(act, found, why="a test")]
+        return [outcome for _, outcome in await operations(office, connection).settle(verb, found, why="a test")]
 
 
 def operations(office: Any, connection: Any) -> LetterOperations:
@@ -110,7 +110,7 @@ async def test_a_letter_that_cannot_be_replayed_keeps_no_other_and_stays_as_it_i
     assert await notes(office) == sorted(dead)
     left = await find(office)
     assert {stored.letter.message_id for stored in left if stored.letter} == set(failed)
-    assert await settle(office, left, "dropped") == [None] * 3
+    assert await settle(office, left, "drop") == [None] * 3
     assert await find(office) == []
 
 
