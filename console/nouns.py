@@ -10,10 +10,9 @@ from aiohttp import web
 
 from console.messages import MOST_TEXT
 from console.sessions import SESSION
-from console.views import HEIGHT, ROWS, asked, bars, grow, mesh_of, page
+from console.views import ROWS, asked, bars, grow, mesh_of, page
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses, LetterPage, LettersQuery
-from postroom._wire.digits import explain
 from postroom._wire.jobs import JOBS, JobsQuery, JobState
 from postroom._wire.nouns import OPERATOR_LOG, LogQuery
 from postroom._wire.programs import PROGRAMS, ProgramsQuery
@@ -46,14 +45,14 @@ async def list_letters(request: web.Request) -> web.Response:
         query = _query(LettersQuery, {**conditions, "cursor": given.get("cursor"), "mesh": mesh})
         with suppress(NotFound):  # the same
             found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
-    return page(request, "letters.html", mesh=mesh, given=given, conditions=conditions, found=found)
+    return page(request, "letters.html", noun=DEAD_LETTERS, mesh=mesh, given=given, conditions=conditions, found=found)
 
 
 async def show_letter(request: web.Request) -> web.Response:
     """`GET /dead_letters/{mesh}/{id}`: by the id of a letter, or of its message."""
     mesh, id_ = request.match_info["mesh"], request.match_info["id"]
     found = await request[SESSION].client.inspect(DEAD_LETTERS, mesh, id_)
-    return page(request, "letter.html", mesh=mesh, id=id_, found=found, most_text=MOST_TEXT)
+    return page(request, "letter.html", noun=DEAD_LETTERS, mesh=mesh, id=id_, found=found, most_text=MOST_TEXT)
 
 
 async def show_consumers(request: web.Request) -> web.Response:
@@ -62,7 +61,7 @@ async def show_consumers(request: web.Request) -> web.Response:
     found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh, last=60))
     found.consumers.sort(key=lambda one: (one.paused is None, -one.waiting - one.in_hand, one.stream, one.consumer))
     lags = {one.id: bars(one.past) for one in found.consumers[:ROWS]}
-    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found, rows=ROWS, lags=lags, height=HEIGHT)
+    return page(request, "consumers.html", noun=CONSUMERS, mesh=mesh, meshes=meshes, found=found, lags=lags)
 
 
 async def show_unpublished(request: web.Request) -> web.Response:
@@ -73,7 +72,7 @@ async def show_unpublished(request: web.Request) -> web.Response:
         client.list_things(UNPUBLISHED["events"], everywhere),
         client.list_things(UNPUBLISHED["deliveries"], everywhere),
     )
-    refused = {"events": events.failing, "deliveries": deliveries.failing}
+    refused = [(UNPUBLISHED["events"], events.failing), (UNPUBLISHED["deliveries"], deliveries.failing)]
     return page(request, "unpublished.html", sources=sources.sources, refused=refused)
 
 
@@ -83,16 +82,15 @@ async def list_jobs(request: web.Request) -> web.Response:
     mesh, meshes = await mesh_of(request, given)
     wanted = {name: given.get(name) for name in ("flow", "state", "cursor")}
     found = await request[SESSION].client.list_things(JOBS, _query(JobsQuery, {**wanted, "mesh": mesh}))
-    return page(request, "jobs.html", mesh=mesh, meshes=meshes, given=given, states=_STATES, found=found)
+    return page(request, "jobs.html", noun=JOBS, mesh=mesh, meshes=meshes, given=given, states=_STATES, found=found)
 
 
 async def show_job(request: web.Request) -> web.Response:
     """`GET /jobs/{id}`: its activities as they spawned each other, and what operators did to it."""
     found = await request[SESSION].client.inspect(JOBS, request.match_info["id"])
-    shown = found.activities[:MOST_ACTIVITIES]
-    rest = len(found.activities) - len(shown)
-    branches = grow(shown)
-    return page(request, "job.html", job=found.job, log=found.log, branches=branches, rest=rest, explain=explain)
+    branches = grow(found.activities[:MOST_ACTIVITIES])
+    rest = len(found.activities[MOST_ACTIVITIES:])
+    return page(request, "job.html", noun=JOBS, job=found.job, log=found.log, branches=branches, rest=rest)
 
 
 async def show_programs(request: web.Request) -> web.Response:

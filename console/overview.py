@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 
 from console.sessions import SESSION
-from console.views import HEIGHT, MESSAGES, SESSIONS, draw, number, page
+from console.views import MESSAGES, SESSIONS, draw, number, page
 from postroom import BrokerClient
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
@@ -121,7 +121,7 @@ async def show_overview(request: web.Request) -> web.Response:
         raise web.HTTPSeeOther(MESSAGES)
     watch = request.app[_watch]
     overview = await watch.look(session.client)
-    return page(request, "overview.html", **overview._asdict(), minutes=watch.minutes, height=HEIGHT)
+    return page(request, "overview.html", **overview._asdict(), minutes=watch.minutes)
 
 
 async def stream_overview(request: web.Request) -> web.StreamResponse:

@@ -6,47 +6,37 @@ belongs to the session that began it, and is forgotten with it; what was done is
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncIterator
+from typing import Any, Final, get_args
 
 import msgspec
 from aiohttp import web
 
 from console.sessions import SESSION, Session
-from console.views import ROWS, page
-from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
-from postroom._wire.jobs import JOBS, JobFilter
+from console.views import page
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.jobs import JOBS
 from postroom._wire.nouns import CHANGES, Failure, Noun, Result
 from postroom._wire.operations import Reason
-from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED, ConsumerFilter, RefusedFilter
+from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 MOST_REPAIRS: Final = 200  # that are remembered, of all sessions
 _DRY: Final = "dry run"  # a dry run keeps no reason, but the broker wants one
 
 
-class Kind(NamedTuple):
-    """A noun of the broker that has verbs: what says which things are meant, and the page that lists them."""
-
-    noun: Noun[Any, Any, Any, Any, Any, Any, Any]
-    filter: type[msgspec.Struct]
-    page: str
-
-
-KINDS: Final[Mapping[str, Kind]] = {
-    "dead_letters": Kind(DEAD_LETTERS, LetterFilter, "/dead_letters"),
-    "jobs": Kind(JOBS, JobFilter, "/jobs"),
-    "consumers": Kind(CONSUMERS, ConsumerFilter, "/consumers"),
-    **{name: Kind(noun, RefusedFilter, "/unpublished") for name, noun in UNPUBLISHED.items()},
-}
+_Noun = Noun[Any, Any, Any, Any, Any, Any, Any]
+_OPERATED: Final[tuple[_Noun, ...]] = (DEAD_LETTERS, JOBS, CONSUMERS, *UNPUBLISHED.values())
+_NOUNS: Final = {noun.path: noun for noun in _OPERATED}
 
 
 class Repair:
     """One verb on the things that a dry run has found: planned, then under way, then over."""
 
-    def __init__(self, kind: Kind, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
-        self.kind = kind
+    def __init__(self, noun: _Noun, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
+        self.noun = noun
         self.verb = verb
+        self.page = f"/{noun.path.split('/')[2]}"  # that lists such things
         self.mesh = mesh
         self.session = session
         self.things = [str(getattr(thing, "id", thing)) for thing in planned.done]
@@ -65,8 +55,8 @@ class Repair:
         """Do it, some hundred things a request; what was done stays done where a later request fails."""
         try:
             for begin in range(0, len(self.things), _AT_ONCE):
-                wanted = msgspec.convert({"ids": self.things[begin : begin + _AT_ONCE]}, self.kind.filter)
-                parts = self.session.client.changes(self.kind.noun, self.verb, wanted, reason=reason, mesh=self.mesh)
+                wanted = msgspec.convert({"ids": self.things[begin : begin + _AT_ONCE]}, _filter_of(self.noun))
+                parts = self.session.client.changes(self.noun, self.verb, wanted, reason=reason, mesh=self.mesh)
                 async for part in parts:
                     self.done += part.done
                     self.failed += part.failed
@@ -91,36 +81,37 @@ async def remember(app: web.Application) -> AsyncIterator[None]:
 async def plan(request: web.Request) -> web.Response:
     """`POST /repairs`: a dry run of a verb, on the things that are chosen or on all that match."""
     form, session = await request.post(), request[SESSION]
-    kind = KINDS.get(str(form.get("kind")))
+    noun = _NOUNS.get(str(form.get("noun")))
     verb = str(form.get("verb"))
-    if kind is None or verb not in kind.noun.verbs:
+    if noun is None or verb not in noun.verbs:
         raise InvalidMessage.of("invalid_request", "the form names nothing that can be repaired")
+    filter_ = _filter_of(noun)
     given: dict[str, Any] = {
-        name: text for name in kind.filter.__struct_fields__ if name != "ids" and (text := form.get(name))
+        name: text for name in filter_.__struct_fields__ if name != "ids" and (text := form.get(name))
     }
     chosen = [str(one) for one in form.getall("id", [])]
     if form.get("all") is None:
         if not chosen:
-            raise InvalidMessage.of("nothing_chosen", f"choose {kind.noun.things} first, or all that match")
+            raise InvalidMessage.of("nothing_chosen", f"choose {noun.things} first, or all that match")
         given = {"ids": chosen}
     try:
-        wanted = msgspec.convert(given, kind.filter, strict=False)
+        wanted = msgspec.convert(given, filter_, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidMessage.of("invalid_request", str(error)) from error
     mesh = str(form.get("mesh") or "") or None
-    planned = await session.client.change(kind.noun, verb, wanted, reason=_DRY, mesh=mesh, dry_run=True)
+    planned = await session.client.change(noun, verb, wanted, reason=_DRY, mesh=mesh, dry_run=True)
     repairs = request.app[_repairs]
     while len(repairs) >= MOST_REPAIRS:
         oldest = next((number for number, each in repairs.items() if not each.under_way), next(iter(repairs)))
         del repairs[oldest]
     number = next(_numbers)
-    repairs[number] = Repair(kind, verb, mesh, session, planned)
+    repairs[number] = Repair(noun, verb, mesh, session, planned)
     raise web.HTTPSeeOther(f"/repairs/{number}")
 
 
 async def show_repair(request: web.Request) -> web.Response:
     """`GET /repairs/{id}`: what would be done, how far it is, or what came of it."""
-    return page(request, "repair.html", repair=_own(request), rows=ROWS)
+    return page(request, "repair.html", repair=_own(request))
 
 
 async def begin(request: web.Request) -> web.Response:
@@ -134,6 +125,12 @@ async def begin(request: web.Request) -> web.Response:
     if repair.task is None:
         repair.task = asyncio.create_task(repair.run(reason), name="repair")
     raise web.HTTPSeeOther(request.path)
+
+
+def _filter_of(noun: _Noun) -> type[msgspec.Struct]:
+    """Return what says which things a verb of a noun means."""
+    found: type[msgspec.Struct] = get_args(noun.change)[0]
+    return found
 
 
 def _own(request: web.Request) -> Repair:

@@ -21,6 +21,7 @@ from aiohttp import web
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from console.sessions import COOKIE, SESSION, Session, Sessions, new_cookie
+from postroom._wire.digits import explain
 from postroom._wire.programs import LATENCIES, Minute
 from postroom._wire.words import counted, span
 
@@ -82,9 +83,12 @@ _ENVIRONMENT.filters |= {
 }
 _ENVIRONMENT.globals |= {
     "home": HOME,
+    "rows": ROWS,
+    "height": HEIGHT,
     "version": VERSION,
     "navigation": NAVIGATION,
     "zip": zip,
+    "explain": explain,
     "with_query": lambda **pairs: link_query(pairs),
 }
 

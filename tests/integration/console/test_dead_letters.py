@@ -102,7 +102,7 @@ async def test_10_000_letters_of_five_causes_are_understood_and_replayed_page_by
     assert (page.text.count('name="id" value='), len(page.text) < 100_000) == (ROWS, True)
     page = await admin.open(f"/dead_letters/list?mesh={office.mesh}&reason=cause_0")
     page = await admin.submit(
-        "/repairs", kind="dead_letters", mesh=office.mesh, reason="cause_0", all="yes", verb="replay"
+        "/repairs", noun="/v1/dead_letters", mesh=office.mesh, reason="cause_0", all="yes", verb="replay"
     )
     assert "Replay 4 dead letters" in page.text
     page = await admin.submit(page.path, reason="the handler is fixed")
@@ -117,7 +117,7 @@ async def test_nothing_changes_before_it_is_confirmed_with_a_reason_and_then_onc
     page = await admin.open(f"/dead_letters/list?mesh={office.mesh}")
     ids = [part.partition('"')[0] for part in page.text.split('name="id" value="')[1:]]
 
-    page = await admin.submit("/repairs", kind="dead_letters", mesh=office.mesh, id=ids[:2], verb="drop")
+    page = await admin.submit("/repairs", noun="/v1/dead_letters", mesh=office.mesh, id=ids[:2], verb="drop")
     assert ("Nothing has changed yet" in page.text, await letters.left()) == (True, 3)
     plan = page.path
     for reason in ("", "  ", "x" * 1001):
@@ -133,7 +133,7 @@ async def test_nothing_changes_before_it_is_confirmed_with_a_reason_and_then_onc
 async def test_what_fails_is_said_with_why(office: Any, admin: Any, letters: Letters) -> None:
     await letters.bury("a", 1)  # nobody consumes
     await admin.open("/dead_letters")
-    page = await admin.submit("/repairs", kind="dead_letters", mesh=office.mesh, all="yes", verb="replay")
+    page = await admin.submit("/repairs", noun="/v1/dead_letters", mesh=office.mesh, all="yes", verb="replay")
     await admin.submit(page.path, reason="try")
     page = await finished(admin)
     assert "0 replayed, 1 failed." in page.text
@@ -144,7 +144,7 @@ async def test_what_fails_is_said_with_why(office: Any, admin: Any, letters: Let
 async def test_a_repair_is_of_the_one_who_planned_it(office: Any, admin: Any, letters: Letters) -> None:
     await letters.bury("a", 1)
     await admin.open("/dead_letters")
-    page = await admin.submit("/repairs", kind="dead_letters", mesh=office.mesh, all="yes", verb="drop")
+    page = await admin.submit("/repairs", noun="/v1/dead_letters", mesh=office.mesh, all="yes", verb="drop")
     ada = await office.logged_in("ada")
     assert (await ada.open(page.path)).status == 404
     await ada.open("/dead_letters")
@@ -156,9 +156,9 @@ async def test_a_repair_is_of_the_one_who_planned_it(office: Any, admin: Any, le
 async def test_a_form_that_means_nothing_is_refused(office: Any, admin: Any) -> None:
     await admin.open("/dead_letters")
     for fields, code in (
-        ({"kind": "dead_letters", "verb": "replay"}, "nothing_chosen"),
-        ({"kind": "dead_letters", "verb": "explode", "all": "yes"}, "invalid_request"),
-        ({"kind": "meshes", "verb": "drop", "all": "yes"}, "invalid_request"),
+        ({"noun": "/v1/dead_letters", "verb": "replay"}, "nothing_chosen"),
+        ({"noun": "/v1/dead_letters", "verb": "explode", "all": "yes"}, "invalid_request"),
+        ({"noun": "/v1/meshes", "verb": "drop", "all": "yes"}, "invalid_request"),
     ):
         await admin.open("/dead_letters")
         page = await admin.submit("/repairs", mesh=office.mesh, **fields)
@@ -171,7 +171,7 @@ async def test_who_may_not_look_sees_none_and_who_may_not_repair_changes_none(of
     assert "/dead_letters" not in bob.shown.text
     assert (await bob.open("/dead_letters")).status == 403
     await bob.open("/messages")
-    page = await bob.submit("/repairs", kind="dead_letters", mesh=office.mesh, all="yes", verb="drop")
+    page = await bob.submit("/repairs", noun="/v1/dead_letters", mesh=office.mesh, all="yes", verb="drop")
     assert (page.status, await letters.left()) == (403, 1)
 
 
@@ -198,7 +198,7 @@ async def test_a_looker_is_offered_no_change_and_makes_none_while_a_repairer_doe
     page = await browser.open(f"/dead_letters/list?mesh={office.mesh}")
     assert "/trace/a-1" in page.text
     assert ('name="verb"' in page.text) == (not left)
-    page = await browser.submit("/repairs", kind="dead_letters", mesh=office.mesh, all="yes", verb="drop")
+    page = await browser.submit("/repairs", noun="/v1/dead_letters", mesh=office.mesh, all="yes", verb="drop")
     assert page.status == (403 if left else 200)
     if not left:
         await browser.submit(page.path, reason="ordered by mistake")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import platform
+import re
 import socket
 from typing import Any
 from uuid import uuid4
@@ -18,7 +19,7 @@ from yarl import URL
 from console import overview
 from console.views import NAVIGATION
 from postroom import BrokerClient
-from postroom._wire.jobs import StartJob
+from postroom._wire.jobs import JOBS, StartJob
 from postroom._wire.programs import PROGRAMS
 
 EVERYWHERE = ["/", "/consumers", "/unpublished", "/log"]
@@ -69,7 +70,7 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     assert "nobody asks" in row
     assert "never" in row
 
-    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
+    page = await admin.submit("/repairs", noun="/v1/consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
     assert "1 consumer would be paused:" in page.text
     await admin.submit(page.path, reason="it bills <b>twice")
     while not finished(admin.shown):
@@ -77,10 +78,10 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     assert "1 paused, 0 failed." in admin.shown.text
     page = await admin.open(f"/consumers?mesh={office.mesh}")
     assert "Paused by administrator: it bills &lt;b&gt;twice" in page.text
-    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
+    page = await admin.submit("/repairs", noun="/v1/consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
     assert "cannot pause the consumer billing: it must be active, and is paused" in html.unescape(page.text)
     await admin.open(f"/consumers?mesh={office.mesh}")
-    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="resume")
+    page = await admin.submit("/repairs", noun="/v1/consumers", mesh=office.mesh, id=f"{stream}/billing", verb="resume")
     await admin.submit(page.path, reason="fixed")
     while not finished(admin.shown):
         await admin.open(page.path)
@@ -109,7 +110,7 @@ async def refused(office: Any) -> str:
 async def test_a_refused_event_is_dropped_by_choosing_it(admin: Any, refused: str) -> None:
     page = await admin.open("/unpublished")
     assert "&lt;b&gt;too large" in page.text
-    page = await admin.submit("/repairs", kind="events", id=refused, verb="drop")
+    page = await admin.submit("/repairs", noun="/v1/unpublished/events", id=refused, verb="drop")
     assert "Drop 1 event" in page.text
     await admin.submit(page.path, reason="can never be published")
     while not finished(admin.shown):
@@ -127,13 +128,15 @@ async def test_a_job_is_found_shown_and_cancelled(office: Any, admin: Any) -> No
         await client.start_job(StartJob(mesh=office.mesh, flow=flow, first="first", id=job, request=request))
 
     assert f'href="/jobs/{job}"' in (await admin.open(f"/jobs?mesh={office.mesh}&flow={flow}&state=running")).text
+    buttons = re.findall(r'<button name="verb" value="(.+)">', admin.shown.text)
+    assert buttons == [f'{name}" class="grave' if verb.grave else name for name, verb in JOBS.verbs.items()]
     assert str(job) not in (await admin.open(f"/jobs?mesh={office.mesh}&flow={flow}&state=failed")).text
     page = await admin.open(f"/jobs/{job}")
     assert ['value="cancel"' in page.text, 'value="retry"' in page.text] == [True, False]
     assert '<span class="what">first</span>' in page.text
     assert "<summary>Ledger <code>000000000000000</code></summary>" in page.text
     assert "leg 1 was attempted 0 times (at most 999)" in page.text
-    page = await admin.submit("/repairs", kind="jobs", id=str(job), verb="cancel")
+    page = await admin.submit("/repairs", noun="/v1/jobs", id=str(job), verb="cancel")
     await admin.submit(page.path, reason="the wrong day")
     while not finished(admin.shown):
         await admin.open(page.path)
