@@ -115,6 +115,14 @@ async def test_where_a_send_is_now(room: Any) -> None:
     assert (await room.request("GET", "/v1/sends/unknown")).status == 404
 
 
+@pytest.mark.parametrize("spelling", ["billing:invoice~1", "billing%3Ainvoice%7E1", "billing%3ainvoice%7e%31"])
+async def test_an_id_in_a_path_may_be_percent_encoded(room: Any, spelling: str) -> None:
+    row = (await room.send(LINE, idempotency_key="billing:invoice~1")).json["outbox_id"]
+    assert (await room.request("GET", f"/v1/sends/{spelling}")).json["id"] == row
+    assert (await room.request("GET", f"/v1/outbox/{spelling}")).json["row"]["id"] == row
+    assert (await room.request("POST", f"/v1/outbox/{spelling}/hold", {"reason": "test"})).json["held"] is True
+
+
 async def test_the_send_of_another_uid_is_not_there(open_room: Any) -> None:
     room = await open_room(policy=Policy(operators=[4_000_000]))
     await room.outbox.accept([prepare(b'{"to":"topic:a","client_message_id":"k"}')], Caller(54321, 54321))
