@@ -15,7 +15,7 @@ import rfc8785
 
 ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
-_EXACT: Final = 2**53  # from here on a double does not know every integer
+_EXACT: Final = 2**53  # beyond it a double does not know every integer
 _PLAIN_FLOATS: Final = (1e-3, 1e15)  # between them msgspec writes a fraction as RFC 8785 does
 _CONTAINERS: Final = {dict, list, tuple}
 _AS_THEY_ARE: Final = {str, bool, type(None)}
@@ -72,7 +72,7 @@ def _are_plain(values: Sequence[Any], kinds: set[type]) -> bool:
     integers = _of_kind(int, values, kinds)
     fractions = _of_kind(float, values, kinds)
     sizes = list(map(abs, fractions))
-    return (not integers or (min(integers) > -_EXACT and max(integers) < _EXACT)) and (
+    return (not integers or (min(integers) >= -_EXACT and max(integers) <= _EXACT)) and (
         not sizes
         or (
             min(sizes) > _PLAIN_FLOATS[0]
@@ -90,9 +90,9 @@ def _of_kind(kind: type, values: Sequence[Any], kinds: set[type]) -> Sequence[An
 
 def _number(value: Any) -> Any:
     kind = type(value)
-    if kind is int and -_EXACT < value < _EXACT:
+    if kind is int and -_EXACT <= value <= _EXACT:
         return value
-    if kind is float and value.is_integer() and -_EXACT < value < _EXACT:
+    if kind is float and value.is_integer() and -_EXACT <= value <= _EXACT:
         return int(value)
     if kind is float and _PLAIN_FLOATS[0] < abs(value) < _PLAIN_FLOATS[1]:
         return value

@@ -137,6 +137,13 @@ def test_what_json_cannot_say_exactly_is_refused(value: object) -> None:
         canonical_json({"x": [value]})
 
 
+@pytest.mark.parametrize("value", [2**53, -(2**53)])
+@pytest.mark.parametrize("beside", [[], ["x"], [0.5], [{}]])
+def test_the_last_integers_that_json_says_exactly_are_written_as_they_are(value: int, beside: list[object]) -> None:
+    assert json.loads(canonical_json({"x": [value, *beside]}))["x"][0] == value
+    assert canonical_json({"x": value}) == canonical_json({"x": float(value)})
+
+
 @pytest.mark.parametrize("meta", [{1: 2}, {"a": {None: 1}}, {"a": [{True: 1, "b": 2}]}, {"é": 1, 1.5: 2}])
 def test_a_key_that_is_no_text_is_refused(meta: dict[str, object]) -> None:
     with pytest.raises(NotCanonical, match="keys that are not text"):
