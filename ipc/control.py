@@ -21,6 +21,7 @@ from postroom.errors import TryAgain
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
+_MAKE_ROOM: Final = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
 
 
 async def health_of(services: Services) -> Health:
@@ -47,8 +48,7 @@ async def health_of(services: Services) -> Health:
     if counts.wal_bytes > WAL_WARNING_BYTES:
         reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
     if services.outbox.filling_up:
-        advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
-        reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
+        reasons.append(f"the outbox is nearly full of waiting rows: {_MAKE_ROOM}")
     if (trouble := services.inbox.trouble()) is not None:
         reasons.append(f"nothing arrives in the inbox: {trouble}")
     return Health(
@@ -78,10 +78,11 @@ class Control:
 
     async def ready(self, _request: Request) -> web.StreamResponse:
         """Say whether a send would be accepted now; it never depends on the broker."""
-        if not self._services.outbox.healthy:
-            raise TryAgain.of(
-                "not_ready", "the outbox cannot be written: see `postroom doctor`", retryable=True, retry_after=1.0
-            )
+        outbox = self._services.outbox
+        if not outbox.healthy or outbox.full:
+            full, failed = f"the outbox is full of waiting rows: {_MAKE_ROOM}", "the outbox cannot be written"
+            detail = full if outbox.healthy else f"{failed}: see `postroom doctor`"
+            raise TryAgain.of("not_ready", detail, retryable=True, retry_after=1.0)
         return json_answer(Ready(ready=True))
 
     async def metrics(self, _request: Request) -> web.StreamResponse:

@@ -460,6 +460,11 @@ class Outbox(reading.Reader):
         return self._transactor.filling_up
 
     @property
+    def full(self) -> bool:
+        """Whether every new send is refused, for want of room (docs/contract/send.md#send-54)."""
+        return self._transactor.full
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Transactions committed and operations answered since the start."""
         return self._store.transactions, self._store.operations

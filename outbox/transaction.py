@@ -36,6 +36,11 @@ class Space(NamedTuple):
     highest_key: int = -1  # of a moved row's id
 
 
+def headroom_of(max_bytes: int, space: Space) -> int:
+    """Return how much room new rows may still take: what is done never counts, since it makes room for them."""
+    return int(max_bytes * FULL_AT) - space.waiting
+
+
 def read_space(db: sqlite3.Connection) -> Space:
     """Return what of the file is used."""
     waiting, kept, moved, newest, newest_moved, highest_key = db.execute(_QUERIES["space"]).fetchone()
@@ -95,7 +100,7 @@ class Transaction:
     @property
     def headroom(self) -> int:
         """How much room new rows may still take: what is done never counts, since it makes room for them."""
-        return int(self.max_bytes * FULL_AT) - self.space.waiting
+        return headroom_of(self.max_bytes, self.space)
 
     @property
     def space(self) -> Space:

@@ -24,13 +24,14 @@ import structlog
 from outbox.accepting import Accept, accept_group
 from outbox.relaying import WalkedPast, shorten_waits
 from outbox.settled import Prune, following, last_id, read_salt
-from outbox.transaction import Operation, Space, Transaction, last_dated, read_space
+from outbox.transaction import Operation, Space, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store
 from postroom.chassis.sqlite import QUERIES, is_full, transaction
 from postroom.chassis.store import Outcome, Waiting
 from postroom.errors import PostroomError
 
 _WARN_AT: Final = 0.8  # of max_bytes
+_LEAST_PAYLOAD: Final = len('{"to":"dm:a"}')
 PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
 _PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
@@ -216,6 +217,11 @@ class Transactor(store.Transactor):
     def filling_up(self) -> bool:
         """Whether the rows that wait take so much room that there will soon be none."""
         return self.space.waiting > self._max_bytes * _WARN_AT
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for any new row."""
+        return room_of(_LEAST_PAYLOAD) > headroom_of(self._max_bytes, self.space)
 
     def _next_ids(self, count: int) -> list[str]:
         """Mint ids that are greater than every row's, also where the clock was set back before this start."""

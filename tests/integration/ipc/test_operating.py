@@ -228,8 +228,16 @@ async def test_health_says_when_the_outbox_fills_up(open_room: Any) -> None:
         assert sent.status == 202, number
     health = (await room.request("GET", "/v1/health")).json
     assert [reason.partition(":")[0] for reason in health["reasons"]] == ["the outbox is nearly full of waiting rows"]
+    assert (await room.send({"to": "topic:a", "body": "x" * 100_000})).json["code"] == "outbox_full"
+    assert (await room.request("GET", "/v1/ready")).status == 200  # for a message that is not as large
+    while (await room.send({"to": "dm:a"})).status == 202:
+        pass
+    ready = await room.request("GET", "/v1/ready")
+    assert (ready.status, ready.json["code"]) == (503, "not_ready")
+    assert "outbox.max_bytes" in ready.json["detail"]
     await room.request("POST", "/v1/outbox/abort", {**WHY, "filter": {}})
     assert (await room.request("GET", "/v1/health")).json["status"] == "ok"
+    assert (await room.request("GET", "/v1/ready")).status == 200
 
 
 async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> None:
