@@ -408,7 +408,7 @@ def expects_more(request: Request) -> bool:
 def check_media(request: Request | PlainSend, media: str | None) -> None:
     """Refuse (415) a body that is not `media` in UTF-8 (None: whatever the handler makes of it), or compressed."""
     headers = request.headers
-    if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+    if any(encoding.strip().lower() != "identity" for encoding in headers.getall(hdrs.CONTENT_ENCODING, ())):
         raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
     if media is not None and not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
         raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")

@@ -219,6 +219,9 @@ class Batch:
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
         check_media(self._request, NDJSON)
+        if _IDEMPOTENCY_KEY in self._request.headers:  # left out of account, a second try would send all of it again
+            detail = "a batch has an id per line: give each its `client_message_id`, and omit the header"
+            raise InvalidMessage.of("invalid_client_message_id", detail, field="Idempotency-Key")
         start_body(self._request, self._services.budget, 1)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)

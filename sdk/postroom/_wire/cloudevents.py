@@ -32,6 +32,7 @@ META: Final = "cloudevent"  # the member of meta
 VERSION: Final = "1.0"
 
 _JSON: Final = "application/json"
+_UTF8: Final = ("charset=utf-8", 'charset="utf-8"')
 _HEADER: Final = "ce-"
 _CONTENT_TYPE: Final = "datacontenttype"  # in binary mode the header Content-Type
 _REQUIRED: Final = ("specversion", "id", "source", "type")
@@ -98,12 +99,15 @@ def read_event(headers: Mapping[str, str], body: bytes) -> CloudEvent:
     """Read an event from a request in either mode; raises `InvalidMessage`."""
     given: dict[str, str] = {}
     for name, value in headers.items():
-        if given.setdefault(name.lower(), value) is not value and name.lower().startswith(_HEADER):
+        if name.lower() in given and name.lower().startswith(_HEADER):
             refuse("invalid_field", f"the header {name} is given twice", name.lower().removeprefix(_HEADER))
-    media = given.get("content-type", "").partition(";")[0].strip().lower()
+        given[name.lower()] = value
+    media, *parameters = [part.strip().lower() for part in given.get("content-type", "").split(";")]
     if media == BATCH:
         refuse("unsupported_media_type", f"a batch of events is not accepted: send each by itself, as {STRUCTURED}")
     if media == STRUCTURED:
+        if any(part.startswith("charset") and part not in _UTF8 for part in parameters):
+            refuse("unsupported_media_type", f"the event must be in UTF-8: omit the charset of {STRUCTURED}")
         return _read_structured(body)
     attributes: dict[str, Any] = {
         name.removeprefix(_HEADER): _unquote(name, value) for name, value in given.items() if name.startswith(_HEADER)

@@ -127,6 +127,8 @@ def test_what_is_no_event_is_refused_and_the_field_named(change: dict[str, Any],
         ({"Content-Type": STRUCTURED}, b'{"id":"1","id":"2","specversion":"1.0","source":"s","type":"t"}', "twice"),
         ({"ce-id": "%ff", "ce-specversion": "1.0"}, b"", "percent-encoded"),
         ({"ce-id": "1", "CE-ID": "2"}, b"", "given twice"),
+        ({"ce-id": "1", "CE-ID": "1"}, b"", "given twice"),
+        ({"Content-Type": f"{STRUCTURED}; charset=utf-16"}, json.dumps(GOOD).encode(), "in UTF-8"),
     ],
 )
 def test_what_no_event_can_be_in_is_refused(headers: dict[str, str], body: bytes, sentence: str) -> None:
