@@ -17,6 +17,9 @@ PAGES = sorted(page for page in CONTRACT.glob("*.md") if page.name != "README.md
 
 RULE = re.compile(r'^- <a id="([a-z-]+-\d+)"></a>\*\*([a-z-]+-\d+)\*\* \S', re.MULTILINE)
 CITATION = re.compile(r"docs/contract/([\w-]+\.md)#([a-z0-9-]+)")
+CODE = re.compile(
+    r"""(?:\brefuse|\.of|\bproblem_of|\b_malformed)\((?:\d+,\s|position,\s[^,]+,\s)?\s*"([a-z]+(?:_[a-z]+)+)\""""
+)
 LINK = re.compile(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)")
 
 # How comments name documents that are not here. "Seed" by itself is a number that a random run begins with.
@@ -96,6 +99,21 @@ def test_every_item_of_a_page_is_a_rule_with_its_own_id(page: Path):
     assert [pair for pair in anchors if pair[0] != pair[1]] == []
     assert [anchor for anchor, _ in anchors if anchor.rpartition("-")[0] != page.stem] == []
     assert len(set(anchors)) == len(anchors) > 20
+
+
+def test_every_code_that_a_server_answers_is_in_the_contract():
+    """What programs switch on is a promise (docs/contract/send.md#send-103, docs/contract/accept.md#accept-48)."""
+    listed = {code for page in PAGES for code in re.findall(r"`([a-z_]+)`", page.read_text())}
+    servers = ("ipc/", "outbox/", "inbox/", "broker_client/", "broker/", "daemon/", "sdk/postroom/chassis/routes.py")
+    shared = tuple(f"sdk/postroom/_wire/{name}.py" for name in ("message", "cloudevents", "names", "nouns", "ids"))
+    answered = {
+        code: name
+        for name, text in TEXTS.items()
+        if name.endswith(".py") and name.startswith((*servers, *shared))
+        for code in CODE.findall(text)
+    }
+    assert {code: name for code, name in answered.items() if code not in listed} == {}
+    assert len(answered) > 80
 
 
 def test_every_citation_of_a_rule_leads_to_it():
