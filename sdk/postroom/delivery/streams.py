@@ -222,7 +222,9 @@ def _refuse(what: str, changes: list[_Change]) -> None:
 
 def _stream_changes(found: StreamConfig, wanted: StreamSettings, only: Collection[str] | None) -> Iterator[_Change]:
     """Yield what differs between the server (left of the arrow) and the config (right of it)."""
-    before, after = _limits(found), _limits(_stream_config(wanted))
+    declared = _stream_config(wanted)
+    before, after = _limits(found), _limits(declared)
+    after["duplicate_window_seconds"] = _merged(found, declared, only).duplicate_window
     for name in after:
         if before[name] != after[name] and (only is None or name in only):
             fewer = name in ("retention", "storage") or float(after[name]) < float(before[name])  # type: ignore[arg-type]
@@ -258,11 +260,16 @@ def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | N
         "replicas": ("num_replicas", wanted.num_replicas),
         "duplicate_window_seconds": ("duplicate_window", wanted.duplicate_window),
     }
-    return found.evolve(**dict(change for name, change in declared.items() if only is None or name in only))
+    return _capped(found.evolve(**dict(change for name, change in declared.items() if only is None or name in only)))
+
+
+def _capped(config: StreamConfig) -> StreamConfig:
+    """Let the duplicate window be no longer than messages are kept: a server refuses such a stream."""
+    return config.evolve(duplicate_window=min(config.duplicate_window or 0, config.max_age or float("inf")))
 
 
 def _stream_config(settings: StreamSettings) -> StreamConfig:
-    return StreamConfig(
+    config = StreamConfig(
         name=settings.name,
         subjects=settings.subjects,
         retention=RetentionPolicy(settings.retention),
@@ -274,6 +281,7 @@ def _stream_config(settings: StreamSettings) -> StreamConfig:
         allow_direct=True,
         allow_atomic=True,  # a server before 2.12 does not know it
     )
+    return _capped(config)
 
 
 def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iterator[_Change]:

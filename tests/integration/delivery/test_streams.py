@@ -68,6 +68,29 @@ async def test_a_change_that_loses_nothing_is_made(context: Context, stream: Str
     assert (await ensure_stream(context.js, like(stream, **changes))).action == "unchanged"
 
 
+async def test_a_duplicate_window_is_no_longer_than_the_age_at_which_messages_go(context: Context):
+    hour = KindDefaults(max_age_seconds=3600)
+    for kept in (hour, KindDefaults(max_age_seconds=60)):
+        made = default_streams(
+            f"{context.name}_of_{kept.max_age_seconds}", StreamDefaults(events=kept, dead_letters=kept)
+        )
+        for each in made:
+            assert (await ensure_stream(context.js, each)).action == "created"
+            assert (await ensure_stream(context.js, each)).action == "unchanged"
+            config = (await context.js.stream_info(each.name)).config
+            age = each.max_age_seconds
+            assert (config.max_age, config.duplicate_window) == (age, min(each.duplicate_window_seconds, age or DAY))
+
+
+async def test_the_duplicate_window_that_an_operator_sets_is_cut_to_the_age_that_a_stream_has(context: Context):
+    inbox = context.streams[2]
+    await context.js.update_stream(name=inbox.name, subjects=inbox.subjects, max_age=300, duplicate_window=60)
+    longer = like(inbox, duplicate_window_seconds=600)
+    done = await ensure_stream(context.js, longer, only={"duplicate_window_seconds"})
+    assert done.changes == ("duplicate_window_seconds 60.0 → 300.0",)
+    assert (await ensure_stream(context.js, longer, only={"duplicate_window_seconds"})).action == "unchanged"
+
+
 async def test_subjects_can_be_added(context: Context, stream: StreamSettings):
     wider = like(stream, subjects=[*stream.subjects, f"{context.name}.other.>"])
     assert (await ensure_stream(context.js, wider)).action == "changed"
