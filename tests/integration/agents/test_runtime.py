@@ -219,7 +219,15 @@ async def test_a_wrong_expected_version_is_a_conflict_and_changes_nothing(contex
     assert await context.letters() == []
 
 
-@pytest.mark.parametrize("foreign", [{"Postroom-Tenant": "somebody"}, {"Postroom-Workspace": "theirs"}])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"Postroom-Tenant": "somebody"},
+        {"Postroom-Workspace": "theirs"},
+        {"Postroom-Tenant": "somebody", "X-Occurred-At": "soon"},
+        {"Postroom-Tenant": "somebody", "X-Event-Version": "two", "Postroom-Expected-Version": "-1"},
+    ],
+)
 async def test_a_message_of_somebody_else_is_refused_with_one_security_event(
     context: Context, tmp_path: Path, foreign: dict[str, str]
 ):

@@ -36,6 +36,7 @@ EVENT_VERSION: Final = "X-Event-Version"
 OCCURRED_AT: Final = "X-Occurred-At"
 TRACEPARENT: Final = "traceparent"
 
+_CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # what a header of these says has a form
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
 _decode: Final = msgspec.json.Decoder().decode
 
@@ -118,6 +119,15 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
         type=headers.get(EVENT_TYPE) or kind,
         workspace=scope.workspace or "",
     )
+
+
+def refused(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
+    """Read a message that is refused for its scope, whatever its headers hold."""
+    try:
+        return unread(delivery, scope, tick)
+    except InvalidMessage:
+        sensible = {name: text for name, text in delivery.headers.items() if name not in _CHECKED}
+        return unread(delivery._replace(headers=sensible), scope, tick)
 
 
 def idempotency_key(delivery: Delivery) -> str:

@@ -39,9 +39,9 @@ from postroom.delivery.agents.envelopes import (
     after,
     idempotency_key,
     received,
+    refused,
     scope_of,
     to_microseconds,
-    unread,
 )
 from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, Clock, emitted, stored
 from postroom.delivery.agents.replay import Differs, Memory, empty, rebuild
@@ -327,8 +327,7 @@ class AgentRuntime:
                     decision = await self._deciding.decide(delivery.subject, envelope, state, version)
             else:
                 _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
-                refused = unread(delivery, scope, group.tick)
-                decision = self._deciding.refuse(delivery.subject, refused, state)
+                decision = self._deciding.refuse(delivery.subject, refused(delivery, scope, group.tick), state)
         except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
