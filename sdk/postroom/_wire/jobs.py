@@ -221,9 +221,9 @@ JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] =
             frozenset({"failed"}),
         ),
         "cancel": Verb(
-            "End running or closed jobs permanently: no step of them commits any more, and later messages are ignored.",
+            "End running, closed or failed jobs permanently: no step commits any more, and later messages are ignored.",
             "cancelled",
-            frozenset({"running", "closed"}),
+            frozenset({"running", "closed", "failed"}),
             grave=True,
         ),
     },

@@ -137,10 +137,10 @@ async def hold(connection: Connection, job: UUID) -> None:
 
 
 async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
-    """End a job that runs, permanently, and emit `job_cancelled`; messages that come later are `Inactive`.
+    """End a job that runs or has failed, permanently, and emit `job_cancelled`; what comes later is `Inactive`.
 
     A step that is being committed is waited for; none commits afterwards. Raises `NotFound`, and `Conflict` where the
-    job has ended.
+    job is completed or cancelled.
     """
     async with connection.transaction():
         await hold(connection, job)
@@ -148,7 +148,7 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
         if row is None:
             raise missing(job)
         if not row["done"]:
-            detail = f"the job {job} is {row['state']}: it must be running or closed to be cancelled"
+            detail = f"the job {job} is {row['state']}: it must be running, closed or failed to be cancelled"
             raise Conflict.of("job_ended", detail)
 
 

@@ -91,10 +91,10 @@ SELECT count(*) FROM (
 ) AS held;
 
 -- name: cancel
--- Ends the job $1, as $2 wants it for the reason $3, where it has not ended; no row: there is no such job.
+-- Ends the job $1 permanently, as $2 wants it for the reason $3, where that has not been done; no row: there is no such job.
 WITH ended AS (
   UPDATE ledger.job SET state = 'cancelled', ended_at = clock_timestamp(), error = $3
-  WHERE id = $1 AND state IN ('running', 'closed')
+  WHERE id = $1 AND state IN ('running', 'closed', 'failed')
   RETURNING *
 ), logged AS (
   INSERT INTO ledger.operator_log (job_id, verb, actor, reason) SELECT id, 'cancel', $2, $3 FROM ended

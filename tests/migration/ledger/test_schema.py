@@ -96,8 +96,8 @@ ALLOWED = {
     "running": {"running", "closed", "failed", "cancelled"},
     "closed": {"closed", "completed", "failed", "cancelled"},
     "completed": set(),
-    "failed": {"running"},
-    "failed at its end": {"closed"},
+    "failed": {"running", "cancelled"},
+    "failed at its end": {"closed", "cancelled"},
     "cancelled": set(),
 }
 

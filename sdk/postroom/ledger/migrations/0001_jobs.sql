@@ -6,7 +6,7 @@
 --     running     obligations are open
 --     closed      none is, or as few as may be; the message whose ledger has the snapshot has the completion tasks to do
 --     completed   they are done
---     failed      an activity failed, and with it the job; an operator may let it go on, as running or closed
+--     failed      an activity failed, and with it the job; an operator may let it go on, as running or closed, or end it
 --     cancelled   an operator ended it
 --
 -- Rows are always locked in one order: activity, message, job.
@@ -222,11 +222,12 @@ BEGIN
   RETURN NEW;
 END $$;
 
--- Only an operator's retry lets a failed job go on; it opens and closes nothing.
+-- Only an operator lets a failed job go on, or ends it; neither opens nor closes anything.
 CREATE FUNCTION ledger.check_state() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
   IF OLD.state IN ('completed', 'cancelled')
-    OR (OLD.state = 'failed' AND (NEW.state NOT IN ('running', 'closed') OR NEW.semaphore <> OLD.semaphore))
+    OR (OLD.state = 'failed'
+      AND (NEW.state NOT IN ('running', 'closed', 'cancelled') OR NEW.semaphore <> OLD.semaphore))
     OR (OLD.state = 'closed' AND NEW.state = 'running') OR (OLD.state = 'running' AND NEW.state = 'completed')
   THEN
     PERFORM ledger.refuse('a job that has ended stays as it is, and one is closed before it is completed');
