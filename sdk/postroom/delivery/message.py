@@ -97,16 +97,18 @@ def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
 
     The epoch is cut off where a header says that there is one: the ids of other programs may look the same.
     """
-    message_id = headers.get(MESSAGE_ID)
     if UNREADABLE in headers:
         return None
+    message_id = headers.get(MESSAGE_ID, "")
+    if EPOCH in headers:
+        message_id = message_id.removesuffix(f"/{headers[EPOCH]}")
     if message_id:
-        return message_id.removesuffix(f"/{headers[EPOCH]}") if EPOCH in headers else message_id
+        return message_id
     try:
-        message_id = _decode_body(data).broker_message_id
+        said = _decode_body(data).broker_message_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return message_id if message_id and message_id.isprintable() else None
+    return said if said and said.isprintable() else None
 
 
 def json_object(data: bytes) -> dict[str, Any]:

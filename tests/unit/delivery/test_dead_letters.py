@@ -37,6 +37,8 @@ def letter(**members) -> DeadLetter:
         ({"Nats-Msg-Id": "m1/12", "Postroom-Epoch": "12"}, b"{}", "m1"),
         ({"Nats-Msg-Id": "order/12"}, b"{}", "order/12"),
         ({"Nats-Msg-Id": "order/12/1", "Postroom-Epoch": "1"}, b"{}", "order/12"),
+        ({"Nats-Msg-Id": "/1", "Postroom-Epoch": "1"}, b'{"broker_message_id": "b1"}', "b1"),  # nothing but an epoch
+        ({"Nats-Msg-Id": "/1", "Postroom-Epoch": "1"}, b"{}", None),
         ({"Nats-Msg-Id": "a/b"}, b"{}", "a/b"),
         ({"Nats-Msg-Id": "m1"}, b'{"broker_message_id":"m2"}', "m1"),
         ({}, b'{"broker_message_id":"m2","more":[1]}', "m2"),
