@@ -22,6 +22,7 @@ from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -107,8 +108,9 @@ def start(
         typer.Option("--first", metavar="NAME", help="Its first activity: the flow's code need not be here then."),
     ] = None,
     threshold: Annotated[
-        int, typer.Option("--threshold", min=0, metavar="N", help="With --first: the flow's threshold.")
-    ] = 0,
+        int | None,
+        typer.Option("--threshold", min=0, metavar="N", help="With --first: the flow's threshold [default: 0]."),
+    ] = None,
     traceparent: Annotated[
         str | None,
         typer.Option(envvar="TRACEPARENT", metavar="TRACE", help="The trace of the job (W3C Trace Context)."),
@@ -133,8 +135,10 @@ def start(
     if traceparent is not None and TRACEPARENT.fullmatch(traceparent) is None:
         detail = f"{traceparent!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
         raise typer.BadParameter(detail, param_hint="--traceparent")
-    names: dict[str, Any] = {"name": flow, "first": first, "threshold": threshold}
+    names: dict[str, Any] = {"name": flow, "first": first, "threshold": threshold or 0}
     if first is None:
+        if threshold is not None:
+            raise Fatal(Exit.USAGE, "--threshold needs --first: a flow that is imported says its own threshold")
         names = ask_worker("describe", "flow", "--", flow)
 
     wanted = partial(

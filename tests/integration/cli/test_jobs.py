@@ -173,6 +173,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["start", "No Such", "--first", "extract"], 2, "flow"),
         (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "'No Such' is not a mesh's name"),
         (["start", f"{NAME}:flow", "--job", "seven"], 2, "'seven' is not a UUID"),
+        (["start", f"{NAME}:flow", "--threshold", "2"], 2, "--threshold needs --first"),
         (["show", "seven"], 2, "'seven' is not a UUID"),
         (["cancel", "seven", "--reason", "x", "--yes"], 2, "'seven' is not a UUID"),
         (["show", str(UUID(int=7))], 3, "postroom jobs list"),
