@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from postroom._wire.once import KeyState
 from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
+from postroom.chassis.config import MAX_DAYS, MAX_SECONDS
 from postroom.claims import Dead, Ended, Later, leases
 from postroom.errors import Conflict, InvalidMessage, PostroomError
 from postroom.once.model import (
@@ -67,8 +68,8 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        if lease <= 0 or wait < 0:
-            raise ValueError("a lease must be longer than 0 seconds, and a wait must not be negative")
+        if not (0 < lease <= MAX_SECONDS and wait >= 0):
+            raise ValueError("a lease must last more than 0 seconds and at most 100 years, and a wait 0 or more")
         self.lease = lease
         self.clock = clock
         self.sleep = sleep
@@ -244,8 +245,8 @@ async def open_registry(
 
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
     """
-    if keep_days is not None and keep_days <= 0:
-        raise ValueError("keep_days must be more than 0")
+    if keep_days is not None and not 0 < keep_days <= MAX_DAYS:
+        raise ValueError("keep_days must be more than 0, and at most a hundred years")
     store = await open_store(url)
     try:
         registry = Registry(store, group=group, lease=lease, wait=wait)

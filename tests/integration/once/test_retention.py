@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,18 @@ async def test_a_file_forgets_what_ended_too_long_ago_when_it_is_opened(
         await store.close()
 
 
-async def test_what_is_never_kept_is_refused() -> None:
-    with pytest.raises(ValueError, match="keep_days must be more than 0"):
-        async with open_registry("memory:", keep_days=0):
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        *(({"keep_days": days}, "keep_days must be more than 0") for days in (0, math.nan, math.inf)),
+        *(({"lease": seconds}, "a lease must last more than 0 seconds") for seconds in (0, math.nan, math.inf, 1e12)),
+        *(({"wait": seconds}, "and a wait 0 or more") for seconds in (-1, math.nan)),
+    ],
+    ids=str,
+)
+async def test_times_that_are_none_are_refused(given: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        async with open_registry("memory:", **given):  # type: ignore[arg-type] # no `group` among them
             pass
 
 
