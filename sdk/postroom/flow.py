@@ -41,6 +41,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, overload
 from uuid import UUID
 
+import msgspec
+
 from postroom._wire.message import parse_destination
 from postroom._wire.names import SNAKE, WORD
 from postroom.errors import InvalidMessage, PostroomError
@@ -152,6 +154,7 @@ class Activity:
         _check_name("the activity", name)
         _check_handler(function, f"the activity {name!r}", "ctx, request")
         _check_asking(name, sends, answer, timeout, asks)
+        _check_policy(f"the activity {name!r}", retry_policy)
         self.name = name
         self.queue = None if sends is None else sends.removeprefix("queue:")
         self.answer = answer  # the event that answers; None: any that the request caused
@@ -216,7 +219,7 @@ class Flow:
         of theirs is enough. A job keeps the threshold that it was started with.
         """
         _check_name("the flow", name)
-        if isinstance(threshold, bool) or not isinstance(threshold, int) or not 0 <= threshold <= _MOST_THRESHOLD:
+        if not (_is(threshold, int) and 0 <= threshold <= _MOST_THRESHOLD):
             raise _invalid(f"the flow {name!r} has the threshold {threshold!r}: use a whole number, 0 or more")
         if len(name) > _MOST_FLOW_NAME:
             raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
@@ -304,6 +307,7 @@ class Flow:
         if self._completed is not None:
             raise _invalid(f"the flow {self.name!r} has two completion handlers: remove one")
         _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
+        _check_policy(f"the completion of {self.name!r}", retry_policy)
         self._completed, self._completion_policy = function, retry_policy
         return function
 
@@ -370,14 +374,30 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
             raise _invalid(f"the activity {name!r} sends to {sends!r}: a request goes to queue:<name>")
     if answer is not None and not SNAKE.allows(answer):
         raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is not an event's name: use snake_case")
-    if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
+    if timeout is not None and not (_is(timeout, int, float) and 0 < timeout <= _MOST_TIMEOUT):
         raise _invalid(
             f"the activity {name!r} has the timeout {timeout!r}: use seconds, more than 0 and at most 7 days"
         )
-    if not 1 <= asks <= _MOST_ASKS:
+    if not (_is(asks, int) and 1 <= asks <= _MOST_ASKS):
         raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
     if asks > 1 and timeout is None:
         raise _invalid(f"the activity {name!r} asks {asks} times, and has no timeout after which: give it one")
+
+
+def _check_policy(what: str, policy: Any) -> None:
+    if policy is None:
+        return
+    if not isinstance(policy, RetryPolicy):
+        raise _invalid(f"{what} has the retry policy {policy!r}: give one, as RetryPolicy(max_attempts=3)")
+    try:
+        msgspec.convert(msgspec.to_builtins(policy), RetryPolicy)
+    except msgspec.ValidationError as error:
+        raise _invalid(f"{what} has an invalid retry policy: {error}") from error
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """Tell whether a value is a number of one of these kinds, which True and False are not meant to be."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _check_handler(function: Any, what: str, arguments: str) -> None:

@@ -18,9 +18,9 @@ class Rule(NamedTuple):
     pattern: re.Pattern[str]  # of the whole text
     words: str
 
-    def allows(self, text: str) -> bool:
-        """Tell whether `text` may be such a name."""
-        return self.pattern.fullmatch(text) is not None
+    def allows(self, text: object) -> bool:
+        """Tell whether `text` may be such a name; what is no text may not."""
+        return isinstance(text, str) and self.pattern.fullmatch(text) is not None
 
     @property
     def schema(self) -> str:

@@ -100,6 +100,9 @@ def _answered_twice(flow: Flow) -> None:
     asking.answered(load)
 
 
+NEVER = RetryPolicy(max_attempts=0)
+
+
 def _unanswered(flow: Flow) -> None:
     flow.activity(sends="queue:extract")(extract)
     check_flow(flow)
@@ -110,6 +113,7 @@ def _unanswered(flow: Flow) -> None:
     [
         ("the flow cannot be called 'Nightly'", lambda _: Flow("Nightly")),
         ("reserved for writes of Spark", lambda _: Flow("spark-write")),
+        ("the flow cannot be called 17", lambda _: Flow(17)),  # type: ignore[arg-type] # the same
         ("cannot be called 'A'", lambda flow: flow.activity(name="A")(extract)),
         ("sends to .extract.", lambda flow: flow.activity(sends="extract")(extract)),
         ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
@@ -119,6 +123,14 @@ def _unanswered(flow: Flow) -> None:
         (r"must accept \(ctx, request\)", lambda flow: flow.activity(one_argument)),
         ("answer, timeout and asks need sends", lambda flow: flow.activity(timeout=3)(extract)),
         ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout=0)(extract)),
+        ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout="60")(extract)),
+        ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=2.5)(extract)),
+        ("'extract' has the retry policy 3: give one", lambda flow: flow.activity(retry_policy=3)(extract)),
+        (
+            "Expected `int` >= 1 - at `..max_attempts`",
+            lambda flow: flow.activity(retry_policy=NEVER)(extract),
+        ),
+        ("completion of .* an invalid retry policy", lambda flow: flow.completed(retry_policy=NEVER)(load)),
         ("has no timeout after which", lambda flow: flow.activity(sends="queue:a", asks=2)(extract)),
         ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=0)(extract)),
         ("which is not an event's name", lambda flow: flow.activity(sends="queue:a", answer="a.b")(extract)),
