@@ -16,13 +16,13 @@ again.
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeAlias
 
 import msgspec
 
-from postroom._wire.names import WORD
+from postroom._wire.names import SUBJECTS, WORD
 from postroom.errors import InvalidMessage, PostroomError
 
 if TYPE_CHECKING:
@@ -156,16 +156,26 @@ def check_agent(agent: Any) -> None:
     name = agent_name(agent)
     if not WORD.allows(name):
         raise _invalid(f"{agent.__name__}.name {name!r} must be {WORD.words}")
+    _check_subjects(agent)
+    fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
+    _check_methods(agent)
+
+
+def _check_subjects(agent: type[Agent[Any]]) -> None:
     subjects: Any = agent.subjects
     if not subjects:
         raise _invalid(
             f"{agent.__name__} has no subjects: say what it handles, as in "
             'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
         )
-    if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
+    if not isinstance(subjects, (tuple, list)) or not all(isinstance(subject, str) for subject in subjects):
         raise _invalid(f"{agent.__name__}.subjects must be a tuple of strings, even if it is only one: (subject,)")
-    fill_subjects(agent, "tenant", "workspace")
-    fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
+    for subject in fill_subjects(agent, "tenant", "workspace"):
+        if not SUBJECTS.allows(subject):
+            raise _invalid(f"{agent.__name__}.subjects: {subject!r} is not a subject: {SUBJECTS.words}")
+
+
+def _check_methods(agent: type[Agent[Any]]) -> None:
     if agent.receive is Agent.receive:
         raise _invalid(f"{agent.__name__} has no receive: write `async def receive(self, envelope)`")
     if not inspect.iscoroutinefunction(agent.receive):
@@ -173,6 +183,11 @@ def check_agent(agent: Any) -> None:
     for name in ("apply", "initial_state"):
         if inspect.iscoroutinefunction(getattr(agent, name)):
             raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, without await")
+    for name, arguments in (("receive", "(envelope)"), ("apply", "(state, event)"), ("initial_state", "()")):
+        try:
+            inspect.signature(getattr(object.__new__(agent), name)).bind(*arguments.strip("()").split())
+        except TypeError as error:
+            raise _invalid(f"{agent.__name__}.{name} must accept {arguments} beside self: {error}") from error
     try:
         inspect.signature(agent).bind()
     except TypeError as error:
@@ -184,31 +199,28 @@ def check_agent(agent: Any) -> None:
 def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[str]:
     """Return the agent's subjects with `{tenant}`, `{workspace}` and `{agent}` filled in."""
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent)}
-    try:
-        return [subject.format_map(places) for subject in agent.subjects]
-    except (KeyError, IndexError, ValueError) as error:
-        allowed = "{tenant}, {workspace} and {agent}"
-        raise _invalid(
-            f"{agent.__name__}.subjects may contain {allowed}, and nothing else in braces: {error}"
-        ) from error
+    return [_filled(f"{agent.__name__}.subjects", subject, places) for subject in agent.subjects]
 
 
 def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, event: str, version: int | str) -> str:
     """Return where an event of the agent goes; raises `InvalidAgent` where that is not a subject."""
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
-    try:
-        subject = agent.event_subject.format_map(places)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        allowed = "{tenant}, {workspace}, {agent}, {type} and {version}"
-        raise _invalid(
-            f"{agent.__name__}.event_subject may contain {allowed}, and nothing else in braces: {error}"
-        ) from error
+    subject = _filled(f"{agent.__name__}.event_subject", agent.event_subject, places)
     if _SUBJECT.fullmatch(subject) is None or event not in subject:
         raise _invalid(
             f"{agent.__name__}.event_subject must be words joined by dots, one of which contains {{type}}, as in "
             '"evt.{tenant}.{workspace}.{agent}.{type}"'
         )
     return subject
+
+
+def _filled(what: str, text: str, places: Mapping[str, object]) -> str:
+    try:
+        return text.format_map(places)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        *most, last = (f"{{{name}}}" for name in places)
+        allowed = f"{', '.join(most)} and {last}"
+        raise _invalid(f"{what} may contain {allowed}, and nothing else in braces: {error}") from error
 
 
 def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:

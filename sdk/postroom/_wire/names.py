@@ -36,6 +36,10 @@ WORD: Final = Rule(re.compile(_WORD), "a lower-case letter, then at most 63 lowe
 MESH: Final = Rule(re.compile(rf"(?!cmd$){_SNAKE}"), f"{SNAKE.words}; not `cmd`")  # all commands begin with that word
 OPERATOR: Final = Rule(re.compile(rf"(?!administrator$){_WORD}"), f"{WORD.words}; not `administrator`")
 QUEUE: Final = Rule(re.compile(rf"{_WORD}(\.{_WORD}){{0,3}}"), f"one to four words joined by dots, each {WORD.words}")
+SUBJECTS: Final = Rule(  # of NATS: one subject, or a pattern for several
+    re.compile(r"(?:(?:[^\s.*>\x00-\x1f\x7f]+|\*)\.)*(?:[^\s.*>\x00-\x1f\x7f]+|\*|>)"),
+    "words joined by dots, `*` for any one word, a last `>` for one or more",
+)
 REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
 
 _WHOSE: Final = {
@@ -57,6 +61,10 @@ def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], na
 
 def in_words(sentence: str) -> str:
     """State the rule in words where msgspec's `sentence` shows its pattern."""
-    for what, rule in (*(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE)), ("", REASON)):
+    for what, rule in (
+        *(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE)),
+        ("a subject: ", SUBJECTS),
+        ("", REASON),
+    ):
         sentence = sentence.replace(f"`str` matching regex {rule.schema!r}", what + rule.words)
     return sentence

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.names import SUBJECTS
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, ConnectSeconds
 from postroom.chassis.exits import Exit, Fatal
@@ -19,6 +20,7 @@ DAY: Final = 86_400.0  # seconds
 KIB: Final = 1024  # bytes
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Subjects = Annotated[str, Meta(pattern=SUBJECTS.schema)]
 Retention = Literal["limits", "workqueue", "interest"]
 AnswerSeconds = Annotated[
     float, Meta(gt=0, le=3600, description="longest wait for an answer, in seconds; shorter than ack_wait_seconds")
@@ -67,7 +69,7 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     """One stream as it is declared (docs/contract/delivery.md#delivery-5)."""
 
     name: Annotated[Name, Meta(description="the stream's name, as in SEA_EVENTS")]
-    subjects: Annotated[list[str], Meta(min_length=1, description="subjects that it keeps, as in sea.event.>")]
+    subjects: Annotated[list[Subjects], Meta(min_length=1, description="subjects that it keeps, as in sea.event.>")]
     retention: Annotated[
         Retention,
         Meta(description="keep until a limit, until one consumer has acknowledged it, or while a consumer needs it"),
@@ -177,9 +179,9 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
 
     stream: Annotated[Name, Meta(description="the stream to read")]
     durable: Annotated[Name, Meta(description="the name of the consumer, as in sea__from_vibespro")]
-    filter_subjects: Annotated[list[str], Meta(description="subjects that it receives; none: all of the stream")] = (
-        msgspec.field(default_factory=list)
-    )
+    filter_subjects: Annotated[
+        list[Subjects], Meta(description="subjects that it receives; none: all of the stream")
+    ] = msgspec.field(default_factory=list)
     ack_wait_seconds: AckWaitSeconds = 30
     max_deliver: MaxDeliver = 20
     max_ack_pending: MaxAckPending = 1000

@@ -56,6 +56,10 @@ async def async_apply(self: Any, state: None, event: Envelope) -> None:
     del self, state, event
 
 
+async def takes_nothing(self: Any) -> None:
+    del self
+
+
 def needs_an_argument(self: Any, database: str) -> None:
     del self, database
 
@@ -66,7 +70,16 @@ def needs_an_argument(self: Any, database: str) -> None:
         ({"subjects": ()}, "has no subjects"),
         ({"subjects": "cmd.demo.>"}, "must be a tuple of strings"),
         ({"subjects": ("cmd.{mesh}.>",)}, "nothing else in braces"),
+        ({"subjects": ("cmd.{tenant.slug}.>",)}, "nothing else in braces"),
+        ({"subjects": 5}, "must be a tuple of strings"),
+        *(
+            ({"subjects": ("demo.event.>", subject)}, "is not a subject: words joined by dots")
+            for subject in ("", ".", "a..b", "a b", "a\n", "a\0", ">.a", "a.b>", "a.**")
+        ),
         ({"receive": Agent.receive}, "has no receive"),
+        ({"receive": takes_nothing}, r"receive must accept \(envelope\) beside self"),
+        ({"apply": lambda self, state: (self, state)}, r"apply must accept \(state, event\)"),
+        ({"initial_state": lambda self, order: (self, order)}, r"initial_state must accept \(\)"),
         ({"receive": sync_receive}, "is not async"),
         ({"apply": async_apply}, "apply is async"),
         ({"name": "My Agent"}, "must be a lower-case letter"),

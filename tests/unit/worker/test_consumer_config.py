@@ -73,6 +73,14 @@ def test_what_is_missing_or_wrong_is_refused(context: str, environ: dict[str, st
     assert refused.value.exit_code == Exit.CONFIG
 
 
+@pytest.mark.parametrize("subject", ["demo.event.", "demo.*event", "demo event", ">.event"])
+def test_a_filter_that_no_message_can_have_is_refused_before_nats_is_asked(subject: str) -> None:
+    wrong = r"filter_subjects.*a subject: words joined by dots, `\*` for any one word, a last `>`"
+    with pytest.raises(Fatal, match=wrong) as refused:
+        load_config(EXAMPLE, {f"{PREFIX}CONSUMER_FILTER_SUBJECTS": subject})
+    assert refused.value.exit_code == Exit.CONFIG
+
+
 def test_what_may_be_published_again_must_be_remembered_for_longer() -> None:
     with pytest.raises(Fatal, match=r"inbox\.keep_days \(7\) is not longer than inbox\.horizon_days \(7\)") as refused:
         load_config(EXAMPLE, {f"{PREFIX}INBOX_KEEP_DAYS": "7"})
