@@ -91,6 +91,7 @@ def odd_messages() -> Iterator[HostileMessage]:
     yield from (HostileMessage(block, b"{}") for block in _ODD_BLOCKS)
     yield from (HostileMessage(None, body) for body in _ODD_BODIES)
     yield from (HostileMessage(_block(f"odd-{index}", {}), body) for index, body in enumerate(_ODD_BODIES))
+    yield HostileMessage(_block("/1", {"Postroom-Epoch": b"1"}), b'{"total":1}')  # an id that is its epoch alone
     for name in _NAMES:
         for index, value in enumerate(_VALUES):
             identity = "" if name == "Nats-Msg-Id" else f"{name}-{index}"

@@ -18,6 +18,7 @@ from support.waiting import until_so
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Outcome
+from postroom.delivery.agents.replay import trace
 from postroom.delivery.agents.store import Key, TurnInput
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
@@ -168,6 +169,16 @@ async def test_poison_is_dead_lettered_and_the_others_go_on(context: Context, tm
     }
     assert letters["poison"].last_error == "ValueError: the order is poisonous"
     assert "is not JSON" in letters["no json"].last_error
+
+
+async def test_a_story_tells_of_the_letters_of_that_very_message(context: Context, tmp_path: Path):
+    ids = ["order_1", "order-1", "ORDER_1", "an:order_1"]
+    await context.publish(ids, b'{"poison":true}')
+    async with running_agent(context, tmp_path, max_deliver=1):
+        await settled(context)
+    for message_id in ids:
+        story = await trace(tmp_path / "events.db", message_id)
+        assert [step.thing for step in story.steps if step.what == "buried"] == [f"dead:counting_consumer:{message_id}"]
 
 
 async def test_a_message_whose_first_run_failed_is_handled_at_its_next_attempt(context: Context, tmp_path: Path):

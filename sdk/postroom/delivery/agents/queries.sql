@@ -40,7 +40,7 @@ FROM event LEFT JOIN outgoing USING (position) WHERE event.position >= ? ORDER B
 -- name: letters_of
 -- The dead letters of a message, and when each was published.
 SELECT letter_id, record, published_at FROM letter JOIN outgoing USING (position)
-WHERE letter_id LIKE 'dead:%:' || :id ORDER BY position DESC;
+WHERE CAST(record AS TEXT) ->> '$.message_id' = :id ORDER BY position DESC;
 
 -- name: attempt_of
 -- How often a message was attempted in vain, why the last attempt failed, and when.
