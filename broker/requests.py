@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -11,13 +11,14 @@ from aiohttp import web
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
-from postroom._wire.message import refuse_duplicate_keys, where
+from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
 _UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
+_MOST_VALUES: Final = 50_000  # of any body but a batch: decoding more holds everybody up
 ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
@@ -56,15 +57,20 @@ def _too_large(config: BrokerConfig) -> InvalidMessage:
 
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:
-    """Return the body decoded into `kind`; 400 says what is wrong with which field, or which key is given twice."""
+    """Return the body decoded into `kind`; 400 says what is wrong with which field, or which key is given twice.
+
+    413 for one with so many values that it is not decoded.
+    """
     async with received(request) as body:
+        data = bytes(body)
+        refuse_too_many_values(data, _MOST_VALUES)
         try:
-            decoded = msgspec.json.decode(body, type=kind)
+            decoded = msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
             field, sentence = where(error)
             raise InvalidMessage.of("invalid_request", sentence, field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             sentence = f"the body is not what this route takes: {error}; GET /openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error
-        refuse_duplicate_keys(bytes(body))
+        refuse_duplicate_keys(data)
         return decoded

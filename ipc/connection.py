@@ -41,7 +41,7 @@ from multidict import CIMultiDict
 from ipc.peers import peer_of
 from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
-from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
+from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
@@ -422,7 +422,7 @@ def _is_media(header: str, media: str) -> bool:
 
 def decode_body(data: bytes, kind: type[T]) -> T:
     """Decode a JSON body; raises `InvalidMessage` that names what is wrong, duplicate keys too."""
-    refuse_too_many_values(data)
+    refuse_too_many_values(data, MAX_VALUES)
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

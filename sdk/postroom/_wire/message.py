@@ -30,7 +30,7 @@ MAX_DEPTH: Final = 64  # nested objects and arrays in meta
 MAX_META_VALUES: Final = 10_000  # in all of meta: what a fingerprint sorts and a reader walks
 MAX_MENTIONS: Final = 256
 _OTHERS: Final = 32  # members of a message that are neither in meta nor mentions, with room to spare
-_MAX_VALUES: Final = MAX_META_VALUES + MAX_MENTIONS + _OTHERS
+MAX_VALUES: Final = MAX_META_VALUES + MAX_MENTIONS + _OTHERS
 _NODES: Final = {dict, list}
 _WINDOW: Final = 64 * 1024  # bytes that are counted at once
 _LONG: Final = 256  # characters of a body
@@ -188,19 +188,20 @@ def decode_request(data: bytes) -> SendRequest:
     return request
 
 
-def refuse_too_many_values(data: bytes) -> None:
-    """Raise `InvalidMessage` where decoding `data` would make more values than any message may hold.
+def refuse_too_many_values(data: bytes, most: int | None = None) -> None:
+    """Raise `InvalidMessage` where decoding `data` would make more values than a message, or `most` than a request.
 
     It counts the signs between values, window by window, so that four megabytes of `[1,1,1,…]` are refused at once:
     decoding them would take a third of a second, in which nobody else is served. Signs within strings count only where
     they have to be told apart: most texts have too few with them.
     """
-    if len(data) <= _MAX_VALUES:
+    limit, field = (MAX_VALUES, "meta") if most is None else (most, None)
+    if len(data) <= limit:
         return
     signs = 0
     for start in range(0, len(data), _WINDOW):
         signs += sum(data.count(sign, start, start + _WINDOW) for sign in (b",", b"[", b"{"))
-        if signs > _MAX_VALUES:
+        if signs > limit:
             break
     else:
         return  # too few, those within strings among them
@@ -213,10 +214,12 @@ def refuse_too_many_values(data: bytes) -> None:
         quotes += len(parts) - 1
         commas += outside.count(b",")
         openings += outside.count(b"[") + outside.count(b"{")
-        if openings > _MAX_VALUES + MAX_DEPTH * (commas + 1):
-            refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
-        if max(commas, openings, quotes // 4) > _MAX_VALUES:  # a value has a key and is a string, at most
-            refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", "meta")
+        if openings > limit + MAX_DEPTH * (commas + 1):
+            refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", field)
+        if max(commas, openings, quotes // 4) > limit:  # a value has a key and is a string, at most
+            if most is not None:
+                refuse("request_too_large", f"the body has more than {most:,} values: send fewer in one request")
+            refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", field)
 
 
 def refuse_duplicate_keys(data: bytes) -> None:

@@ -390,3 +390,17 @@ async def test_the_database_keeps_no_token(broker: Any, postgres: Any) -> None:
     assert broker.tokens["demo", "alice"] not in everything
     ann = await operator(broker, "ann", "look")
     assert ann.token not in str(await postgres.fetch("SELECT operator::text FROM mesh.operator"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/accepted", b'{"messages":[%b'),
+        ("/v1/dead_letters/drop", b'{"reason":"x","filter":{"ids":[%b'),
+        ("/v1/jobs", b'{"mesh":"demo","flow":"f","first":"f","request":[%b'),
+    ],
+)
+async def test_a_body_of_more_values_than_any_needs_is_not_even_decoded(broker: Any, path: str, body: bytes) -> None:
+    endless = body % (b'"a",' * 60_000)  # decoded it would be a 400
+    answer = await broker.member("ada").post(path, endless)
+    assert (answer.status, answer.code) == (413, "request_too_large")
