@@ -12,12 +12,12 @@ from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
+from postroom.chassis.routes import JSON, is_media
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
-_UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
 _MOST_VALUES: Final = 50_000  # of any body but a batch: decoding more holds everybody up
 ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
@@ -29,8 +29,8 @@ async def received(request: web.Request) -> AsyncIterator[bytearray]:
     415 for a body that is compressed or no JSON, 413 for a large one, 408 for a slow one, 503 where no room comes free.
     """
     config = request.app[CONFIG]
-    if "Content-Encoding" in request.headers or request.content_type not in ("application/json", _UNSAID):
-        sentence = "send the body as application/json, without a Content-Encoding"
+    if "Content-Encoding" in request.headers or not is_media(request.headers.get("Content-Type", ""), JSON):
+        sentence = "send the body as application/json, in UTF-8, without a Content-Encoding"
         raise InvalidMessage.of("unsupported_media_type", sentence)
     size = config.max_request_bytes if request.content_length is None else request.content_length
     if size > config.max_request_bytes:

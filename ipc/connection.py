@@ -43,6 +43,7 @@ from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
 from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
+from postroom.chassis.routes import is_media
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -410,14 +411,8 @@ def check_media(request: Request | PlainSend, media: str | None) -> None:
     headers = request.headers
     if any(encoding.strip().lower() != "identity" for encoding in headers.getall(hdrs.CONTENT_ENCODING, ())):
         raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
-    if media is not None and not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
+    if media is not None and not is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
         raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
-
-
-@lru_cache(maxsize=64)
-def _is_media(header: str, media: str) -> bool:
-    kind, *parameters = (part.strip().lower() for part in header.split(";"))
-    return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
 
 
 def decode_body(data: bytes, kind: type[T]) -> T:

@@ -9,7 +9,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 from importlib.resources import files
 from inspect import getdoc
@@ -131,6 +131,13 @@ def problem_response(problem: Problem) -> web.Response:
 def json_response(value: Any, status: int = 200) -> web.Response:
     """Answer with `value` encoded by msgspec."""
     return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON)
+
+
+@lru_cache(maxsize=64)
+def is_media(header: str, media: str) -> bool:
+    """Tell whether a `Content-Type` says `media` in UTF-8."""
+    kind, *parameters = (part.strip().lower() for part in header.split(";"))
+    return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
 
 
 def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import pytest
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
@@ -155,6 +156,20 @@ async def test_a_compressed_body_is_refused_unread(broker: Any) -> None:
     headers = {"Authorization": f"Bearer {alice.token}", "Content-Encoding": "gzip"}
     async with alice.session.post(alice.url + "/v1/accept", data=b"\x1f\x8b", headers=headers) as answer:
         assert answer.status == 415
+
+
+@pytest.mark.parametrize(
+    "media", [None, "application/octet-stream", "text/plain", "application/json; charset=utf-16", "application/jsonx"]
+)
+async def test_a_body_that_says_that_it_is_no_json_is_refused(
+    broker: Any, message: Message, counts: Counts, media: str | None
+) -> None:
+    alice = broker.member("alice")
+    headers = {"Authorization": f"Bearer {alice.token}"} | ({} if media is None else {"Content-Type": media})
+    asking = {"data": msgspec.json.encode({"messages": [message("id-1")]}), "headers": headers}
+    async with alice.session.post(alice.url + "/v1/accept", **asking, skip_auto_headers=["Content-Type"]) as answer:
+        assert (answer.status, (await answer.json(content_type=None))["code"]) == (415, "unsupported_media_type")
+    assert not any((await counts()).values())
 
 
 async def test_a_batch_larger_than_any_other_goes_through(broker: Any, message: Message, counts: Counts) -> None:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.connection import _is_media
 from ipc.peers import GRACE_SECONDS, DestinationRule, LocalToken, Policy, peer_of, rotate
 from ipc.sends import Splitter, idempotency_key
 from ipc.shares import Budget
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import user_name
+from postroom.chassis.routes import is_media
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, TryAgain
 
 LIMIT = 8
@@ -123,7 +123,7 @@ def test_two_id_headers_are_refused() -> None:
     ],
 )
 def test_the_media_type_is_compared_without_regard_to_case(header: str, taken: bool) -> None:  # noqa: FBT001
-    assert _is_media(header, "application/json") is taken
+    assert is_media(header, "application/json") is taken
 
 
 def test_a_rotated_token_is_taken_for_its_grace_and_no_longer(tmp_path: Path) -> None:
