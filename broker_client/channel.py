@@ -69,6 +69,13 @@ class TokenFile:
         self._token = ""
         self._changes = 0
 
+    def is_open(self) -> bool:
+        """Tell whether users other than its own and its group's can read or write it."""
+        try:
+            return bool(self._path.stat().st_mode & stat.S_IRWXO)
+        except OSError:  # `read` says what is wrong
+            return False
+
     def changes(self) -> int:
         """Return how many different versions of the file have been read; raises as `read` does."""
         self.read()
@@ -85,7 +92,7 @@ class TokenFile:
             if version != self._seen:
                 if not stat.S_ISREG(status.st_mode):
                     raise _unusable(f"the token file {self._path} is not a plain file")
-                if status.st_mode & stat.S_IRWXO:
+                if self.is_open():
                     raise _unusable(f"the token file {self._path} is open to every user: chmod 600 it")
                 with self._path.open("rb") as file:
                     token = file.read(MAX_TOKEN_BYTES + 1).strip()
@@ -115,7 +122,7 @@ class Channel:
     """The connections to the one broker; opened lazily inside the running event loop."""
 
     def __init__(self, settings: BrokerClientSettings) -> None:
-        """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
+        """Check the settings; raises `Fatal` (78) for what cannot be used, and for a token that others can read."""
         try:
             site = Site.of(settings.url)
         except ValueError:
@@ -126,6 +133,9 @@ class Channel:
             raise Fatal(Exit.CONFIG, f"broker.url: http://{site.host} {advice}")
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
+        if self.token.is_open():
+            advice = "chmod 600 it, and give the member a new token (`postroom member rotate-token`)"
+            raise Fatal(Exit.CONFIG, f"broker.token_file {settings.token_file} is open to every user: {advice}")
         self._settings = settings
         self._path, self._always = site.prefix, site.lines("postroom-daemon")
         self._pool = Pool(url_dial(self.base, trusting(settings.ca_file, "broker.ca_file")))

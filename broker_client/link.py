@@ -59,7 +59,7 @@ class BrokerLink:
     """The way to the broker, as the member whose token the settings name. Close it when done."""
 
     def __init__(self, settings: BrokerClientSettings, *, clock: Callable[[], int] = now_ms) -> None:
-        """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
+        """Check the settings; raises `Fatal` (78) for what cannot be used, and for a token that others can read."""
         self._channel = Channel(settings)
         self._clock = clock
         self.clock = ConfirmedClock()

@@ -66,8 +66,10 @@ def _secrets(config: DaemonConfig) -> Iterator[Finding]:
     else:
         if not readable:
             yield Finding("broker.token_file", "failed", f"{file} can't be read", "give it to the daemon's user")
-        elif stat.S_IMODE(mode) & 0o077:
-            yield Finding("broker.token_file", "warning", f"{file} is open to other users", f"chmod 600 {file}")
+        elif mode & stat.S_IRWXO:
+            yield Finding("broker.token_file", "failed", f"{file} is open to every user", f"chmod 600 {file}")
+        elif mode & stat.S_IRWXG:
+            yield Finding("broker.token_file", "warning", f"{file} is open to its group", f"chmod 600 {file}")
         else:
             yield Finding("broker.token_file", "ok", str(file))
     if config.tcp.port is not None:

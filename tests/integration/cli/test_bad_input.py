@@ -248,7 +248,7 @@ def test_a_secret_that_others_can_read_is_found(daemon: LoneDaemon) -> None:
     token.chmod(0o644)
     user = Terminal(daemon.socket, **daemon.environment)
     found = [each for each in user.run("daemon", "check", "--json").json if each.get("subject") == "broker.token_file"]
-    assert found[0]["verdict"] == "warning"
+    assert found[0]["verdict"] == "failed"
     assert "chmod 600" in found[0]["remedy"]
 
 

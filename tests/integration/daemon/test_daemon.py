@@ -206,6 +206,14 @@ def test_a_token_that_others_can_read_is_refused(daemon: Any) -> None:
     assert "can be read by others" in daemon.said()
 
 
+def test_a_token_of_the_broker_that_others_can_read_is_refused(daemon: Any) -> None:
+    token = daemon.directory / "token"
+    token.chmod(0o604)
+    assert daemon.start().ended() == 78
+    assert f"broker.token_file {token}" in daemon.said()
+    assert "chmod 600" in daemon.said()
+
+
 def test_without_a_home_or_a_runtime_directory_the_config_has_to_say(daemon: Any) -> None:
     daemon.lines["socket"].clear()
     daemon.environ["XDG_RUNTIME_DIR"] = str(daemon.directory / "run")
