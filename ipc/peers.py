@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -206,15 +207,15 @@ class DestinationRule:
     async def _accept_allowed(
         self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
     ) -> list[AcceptedRow | PostroomError]:
-        allowed = [send for send in sends if self.allows(send.destination)]
-        others = [send for send in sends if not self.allows(send.destination)]
-        rows = await asyncio.gather(  # both before what the caller sends later
-            outbox.accept(allowed, caller), outbox.known(others, caller)
-        )
-        accepted, known = iter(rows[0]), iter(rows[1])
+        runs = [(may_go, list(run)) for may_go, run in groupby(sends, lambda send: self.allows(send.destination))]
+        asked: list[Coroutine[Any, Any, Sequence[AcceptedRow | PostroomError | None]]] = [
+            outbox.accept(run, caller) if may_go else outbox.known(run, caller) for may_go, run in runs
+        ]
+        found = await asyncio.gather(*asked)  # in their order, and all before what the caller sends later
         return [
-            next(accepted) if self.allows(send.destination) else next(known) or _not_allowed(send.destination)
-            for send in sends
+            row or _not_allowed(send.destination)
+            for (_, run), rows in zip(runs, found, strict=True)
+            for send, row in zip(run, rows, strict=True)
         ]
 
     def allows(self, destination: str) -> bool:

@@ -95,6 +95,15 @@ async def test_what_is_known_is_answered_whatever_the_config_allows_by_now(open_
     assert await room.rows() == 2
 
 
+async def test_lines_that_the_config_does_not_allow_have_their_turn_among_the_others(open_room: Any) -> None:
+    room = await open_room(destinations=("topic:orders*",))
+    message, elsewhere = {**LINE, "client_message_id": "k"}, {"to": "dm:bob", "client_message_id": "k"}
+    lines = (await room.batch(elsewhere, message, elsewhere, message)).lines
+    said = [line.get("problem", {}).get("code") for line in lines]
+    assert said == ["destination_not_allowed", None, "idempotency_key_reused", None]
+    assert await room.rows() == 1
+
+
 async def test_a_full_outbox_is_a_507_for_what_is_new_and_answers_what_is_known(open_room: Any) -> None:
     room = await open_room(settings=OutboxSettings(max_bytes=1024 * 1024))
     await room.send({"to": "topic:a", "body": "first"}, idempotency_key="known")
