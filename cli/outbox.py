@@ -109,7 +109,7 @@ class Filters(NamedTuple):
     def rows(self) -> RowFilter:
         """Return the filter that the options describe."""
         if self.destination is not None:
-            parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
+            parse_destination(self.destination, "destination")  # a misspelt one would match nothing, and say nothing
         members: dict[str, Any] = self._asdict()
         members["older_than_seconds"] = members.pop("older_than")
         return msgspec.convert(members, RowFilter)

@@ -117,7 +117,7 @@ class RelayDesk:
     async def _set(self, request: Request, kind: type[PauseRequest | ResumeRequest]) -> web.StreamResponse:
         asked = await self._reader.decode(request, kind)
         if asked.destination is not None:
-            parse_destination(asked.destination)
+            parse_destination(asked.destination, "destination")
         await self._outbox.set_relay_control(
             asked.destination,
             paused=isinstance(asked, PauseRequest),

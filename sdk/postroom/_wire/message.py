@@ -271,13 +271,13 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
 
 
 @lru_cache(maxsize=4096)
-def parse_destination(text: str) -> Destination:
-    """Split and check `kind:name`; raises `InvalidMessage` that states the rule of that kind."""
+def parse_destination(text: str, field: str = "to") -> Destination:
+    """Split and check `kind:name`, as `field` gives it; raises `InvalidMessage` that states the rule of that kind."""
     kind, colon, ref = text.partition(":")
     if not colon or kind not in _RULES:
-        refuse("invalid_destination", "`to` must be topic:<name>, dm:<member> or queue:<name>", "to")
+        refuse("invalid_destination", f"`{field}` must be topic:<name>, dm:<member> or queue:<name>", field)
     if not _RULES[kind].allows(ref):
-        refuse("invalid_destination", f"the name in `to` must be {_RULES[kind].words}", "to")
+        refuse("invalid_destination", f"the name in `{field}` must be {_RULES[kind].words}", field)
     return Destination(kind, ref)  # type: ignore[arg-type]
 
 

@@ -38,7 +38,9 @@ async def test_a_page_can_be_of_one_destination(broker: Any, message: Message) -
     await alice.send(message("a"), message("b", "dm:bob"), message("c", "queue:work"), message("d", "dm:bob"))
 
     assert await read_all(alice, destination="dm:bob") == [[2, 4]]
-    assert (await alice.get("/v1/history", destination="dm:")).code == "invalid_destination"
+    for path in ("/v1/history", "/v1/messages"):
+        refused = await alice.get(path, destination="dm:")
+        assert (refused.code, refused.body["field"]) == ("invalid_destination", "destination")
 
 
 async def test_a_reader_passes_over_a_long_stretch_that_is_not_for_it(
