@@ -192,8 +192,7 @@ async def test_any_other_expectation_is_a_417_whatever_has_arrived(room: Any, ar
 
 async def test_an_upgrade_is_declined_and_the_request_answered(room: Any) -> None:
     answer = await room.raw(post(fields=b"Upgrade: websocket\r\n").replace(b"close", b"Upgrade"), half_close=True)
-    assert status_of(answer) in {202, 400, CLOSED}
-    assert (await room.request("GET", "/v1/ready")).status == 200
+    assert status_of(answer) == 202
 
 
 async def test_a_request_is_answered_after_a_half_close(room: Any) -> None:
