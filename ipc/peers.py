@@ -12,6 +12,7 @@ logs and histories: it is refused on every socket.
 """
 
 import asyncio
+import hashlib
 import hmac
 import os
 import secrets
@@ -20,6 +21,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from itertools import groupby
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
 import structlog
 from aiohttp import hdrs, web
 
@@ -41,6 +44,7 @@ _ROOT: Final = 0
 GRACE_SECONDS: Final = 60.0
 _TOKEN_BYTES: Final = 32  # of randomness
 _MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not let everybody in
+_OTHERS: Final = 0o077  # the part of a mode that is not the owner's
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _TOKEN_PARAMETERS: Final = frozenset({"token", "access_token", "auth", "authorization", "api_key", "bearer"})
 _OWN_SITES: Final = frozenset({"same-origin", "none"})
@@ -85,15 +89,15 @@ class LocalToken:
         self._file = file
         self._clock = clock
         self._identity, self._token = _read(file)
-        self._before: dict[str, float] = {}  # tokens that were replaced, each with the end of its grace
+        self._before = _replaced(file)
 
     def matches(self, token: str) -> bool:
         """Tell, in constant time, whether `token` is the current one or one in its grace."""
         self._notice_rotation()
-        given = token.encode(errors="surrogateescape")  # as the header had it, were it no UTF-8
+        given = _digest(token)
         now = self._clock()
-        valid = [self._token, *(before for before, until in self._before.items() if now < until)]
-        return True in [hmac.compare_digest(given, each.encode()) for each in valid]  # always all of them
+        valid = [_digest(self._token), *(before for before, until in self._before.items() if now < until)]
+        return True in [hmac.compare_digest(given, each) for each in valid]  # always all of them
 
     def _notice_rotation(self) -> None:
         try:
@@ -102,24 +106,50 @@ class LocalToken:
             identity, token = _read(self._file)
         except (OSError, Fatal):
             return  # half-way through a rotation, or a file others can read: what was read before stays good
-        now = self._clock()
-        self._before = {each: until for each, until in self._before.items() if now < until}
-        self._before[self._token] = identity[2] / 1e9 + GRACE_SECONDS
+        now, by_hand = self._clock(), identity[2] / 1e9 + GRACE_SECONDS  # where no `rotate` noted the token
+        before = {**self._before, _digest(self._token): by_hand, **_replaced(self._file)}
+        self._before = {each: until for each, until in before.items() if now < until}
         self._identity, self._token = identity, token
 
 
 def rotate(file: Path) -> None:
     """Write a fresh token into `file`, 0600, in one step; raises `Fatal` where the directory is not writable.
 
-    The file belongs to the owner of its directory, so that root may rotate the token of a daemon.
+    What tells the one that was there is kept beside it for its grace, so that neither another rotation nor a restart of
+    the daemon ends that. The files belong to the owner of their directory, so that root may rotate a daemon's token.
     """
     try:
         private_directory(file.parent, may_be_anothers=True)
+        with suppress(Fatal):  # there is none yet, or others could read it: that one has no grace
+            _, replaced = _read(file)
+            now = time.time()
+            before = {each: until for each, until in _replaced(file).items() if now < until}
+            before[_digest(replaced)] = now + GRACE_SECONDS
+            replace_private(_grace_file(file), msgspec.json.encode(before).decode(), for_owner=True)
         replace_private(file, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n", for_owner=True)
     except OSError as error:
         raise Fatal(
             Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}; check its directory"
         ) from error
+
+
+def _grace_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.grace")
+
+
+def _replaced(file: Path) -> dict[str, float]:
+    """Return the digests of the tokens that `rotate` replaced, each with the end of its grace."""
+    try:
+        with _grace_file(file).open("rb") as stream:
+            if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & _OTHERS:
+                return {}  # anybody may have written it
+            return msgspec.json.decode(stream.read(), type=dict[str, float])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()  # as the header had it, were it no UTF-8
 
 
 def _read(file: Path) -> tuple[tuple[int, int, int], str]:
@@ -130,7 +160,7 @@ def _read(file: Path) -> tuple[tuple[int, int, int], str]:
     except (OSError, UnicodeDecodeError) as error:
         detail = f"cannot read the token file {file}: {error}; `postroom daemon rotate-token` writes one"
         raise Fatal(Exit.CONFIG, detail) from error
-    if stat.S_IMODE(status.st_mode) & 0o077:
+    if stat.S_IMODE(status.st_mode) & _OTHERS:
         raise Fatal(Exit.CONFIG, f"the token file {file} can be read by others: chmod 600 it, and rotate the token")
     if len(token) < _MIN_LENGTH:
         raise Fatal(Exit.CONFIG, f"the token file {file} has no token: `postroom daemon rotate-token` writes one")

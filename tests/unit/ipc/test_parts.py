@@ -162,6 +162,48 @@ def test_each_of_two_rotations_leaves_a_token_its_grace(tmp_path: Path) -> None:
             assert token.matches(old) is good
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_rotations_that_nobody_watched_leave_each_token_its_grace(tmp_path: Path, restarted: bool) -> None:  # noqa: FBT001
+    file = tmp_path / "local.token"
+    rotate(file)
+    now = [0.0]
+    token = LocalToken(file, clock=lambda: now[0])
+    replaced = {}
+    for _ in range(2):
+        old = file.read_text().strip()
+        rotate(file)
+        replaced[old] = file.stat().st_mtime + GRACE_SECONDS
+    if restarted:
+        token = LocalToken(file, clock=lambda: now[0])
+    for old, until in replaced.items():
+        assert old not in "".join(each.read_text() for each in tmp_path.iterdir())
+        for now[0], good in ((until - 1, True), (until + 1, False)):
+            assert token.matches(old) is good
+    assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("damage", ["", "not JSON", '{"a": "b"}', "[]"])
+def test_what_was_kept_of_replaced_tokens_may_be_damaged(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    rotate(file)
+    (kept,) = (each for each in tmp_path.iterdir() if each != file)
+    kept.write_text(damage)
+    assert LocalToken(file).matches(file.read_text().strip())
+    rotate(file)
+    assert LocalToken(file).matches(file.read_text().strip())
+
+
+def test_a_list_of_replaced_tokens_that_others_may_write_admits_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    first = file.read_text().strip()
+    rotate(file)
+    (kept,) = (each for each in tmp_path.iterdir() if each != file)
+    kept.chmod(0o620)
+    assert not LocalToken(file).matches(first)
+
+
 def test_a_rotation_that_fails_leaves_no_token_behind(tmp_path: Path) -> None:
     (taken := tmp_path / "local.token").mkdir()
     with pytest.raises(Fatal, match="cannot write the token file") as refusal:
