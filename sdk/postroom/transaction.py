@@ -116,12 +116,12 @@ def emit(
         "event_type": event_type,
         "payload": _json(payload),
         "aggregate_type": aggregate_type,
-        "aggregate_id": str(aggregate_id),
+        "aggregate_id": _text(aggregate_id),
         "event_version": str(event_version),
         "correlation_id": _text(correlation_id),
         "causation_id": _text(causation_id),
         "traceparent": traceparent,
-        "occurred_at": None if occurred_at is None else occurred_at.isoformat(),
+        "occurred_at": None if occurred_at is None else _moment(occurred_at),
         "id": str(id or uuid4()),
     }
     return _put(connection, "emit", values)
@@ -323,6 +323,13 @@ def _json(payload: Any) -> str:
         return to_json(payload).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
+
+
+def _moment(moment: datetime) -> str:
+    if not isinstance(moment, datetime) or moment.utcoffset() is None:
+        detail = f"occurred_at must be a time with its offset, as datetime.now(UTC), not {moment!r}"
+        raise InvalidMessage.of("invalid_event", detail, field="occurred_at")
+    return moment.isoformat()
 
 
 def _text(value: object) -> str | None:

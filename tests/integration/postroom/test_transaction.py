@@ -50,8 +50,8 @@ async def place(connection: Any, order: int, *, mesh: str = "demo", **event: Any
     """Place an order, as an application does."""
     await execute(connection, "INSERT INTO orders VALUES (17)")
     found = emit(
-        connection, mesh, "order_placed", {"order": order, "café": "ü"}, aggregate_type="order", aggregate_id=order,
-        **event,
+        connection, mesh, "order_placed", {"order": order, "café": "ü"}, aggregate_type="order",
+        **{"aggregate_id": order, **event},
     )  # fmt: skip
     id_: UUID = await done(found)
     return id_
@@ -101,10 +101,13 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("invalid_outbox", {"event_version": 0}, "the version 0 is not a number from 1 to 999999999"),
     ("future_event", {"occurred_at": datetime.now(UTC) + timedelta(hours=1)}, "more than a minute ahead"),
     ("invalid_event", {"causation_id": "not one"}, "Postgres cannot read a value of the event"),
+    ("invalid_outbox", {"aggregate_id": None}, "the event has no aggregate"),
 )
 
 
-@pytest.mark.parametrize(("code", "event", "sentence"), WRONG, ids=[code for code, _, _ in WRONG])
+@pytest.mark.parametrize(
+    ("code", "event", "sentence"), WRONG, ids=[f"{code} {next(iter(event))}" for code, event, _ in WRONG]
+)
 async def test_an_event_that_cannot_be_published_is_refused_and_takes_its_transaction_along(
     shop: str, way: Way, code: str, event: dict[str, Any], sentence: str
 ) -> None:

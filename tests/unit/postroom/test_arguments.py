@@ -11,6 +11,7 @@ import pytest
 
 from postroom import AsyncClient, BrokerClient, Client, InvalidMessage
 from postroom._wire.arguments import compose, encode
+from postroom.transaction import emit
 
 NOWHERE = Path("/nonexistent/nobody.sock")
 
@@ -78,3 +79,15 @@ def test_a_meta_whose_keys_are_no_text_and_mentions_that_are_no_list_are_refused
     mentions: Any = 5
     with pytest.raises(InvalidMessage, match="a list of members, not int"):
         compose("topic:orders", mentions=mentions)
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        ({"occurred_at": datetime(2026, 1, 31)}, "a time with its offset"),  # noqa: DTZ001 - which is the fault
+        ({"occurred_at": "2026-01-31"}, "a time with its offset"),
+    ],
+)
+def test_an_event_that_would_become_another_is_refused(event: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidMessage, match=sentence):
+        emit(None, "demo", "order_paid", **{"payload": {}, "aggregate_type": "order", "aggregate_id": 17, **event})
