@@ -8,16 +8,18 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Final, Literal, cast, get_args
 
 import typer
 
 from cli import completion
 from cli.connect import with_broker, with_daemon
-from cli.files import file_errors
+from cli.files import new_file
 from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh, with_options
 from cli.output import confirm, json_line, line, listing, note
 from postroom._wire.administration import MemberToken, OperatorRole, OperatorToken, Role
+
+_TOKEN_ROOM: Final = 256  # bytes: more than any token has
 
 meshes = noun("Administer meshes.")
 members = noun("Administer the members of a mesh.")
@@ -339,18 +341,17 @@ def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
 
 
 def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken | OperatorToken], *, as_json: bool) -> None:
-    """Have a token issued and give it to whoever asked; the file is made first, so that no token is issued in vain."""
+    """Have a token issued and give it to whoever asked; where it could not be kept none is issued."""
     if token_out is None:
         issued = issue()
         json_line(issued) if as_json else line(issued.token)
         return
-    with file_errors("write", token_out):
-        descriptor = os.open(token_out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-            issued = issue()
-            stream.write(f"{issued.token}\n")
-    except BaseException:
-        token_out.unlink()
-        raise
+    with new_file(token_out) as stream:
+        stream.write(bytes(_TOKEN_ROOM))  # a disk that is full says so now
+        stream.flush()
+        os.fsync(stream.fileno())
+        issued = issue()
+        stream.seek(0)
+        stream.write(f"{issued.token}\n".encode("ascii"))
+        stream.truncate()
     line(f"the token of {issued.name} in {issued.mesh or 'every mesh'} is in {token_out}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import shutil
 import stat
 from collections.abc import Iterator
@@ -242,10 +243,19 @@ async def test_a_token_is_replaced_with_an_overlap(mailroom: Mailroom) -> None:
 
 async def test_no_token_is_issued_where_it_could_not_be_kept(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
-    taken = str(mailroom.directory / "admin.token")
-    refused = await user.run("member", "create", "dave", "--mesh", "demo", "--token-out", taken)
-    assert refused.code == 2
-    assert Path(taken).read_text() == mailroom.admin_token
+    user.admin.environment["PYTHONDONTWRITEBYTECODE"] = "1"  # whose files would be cut off too
+    taken, full = mailroom.directory / "admin.token", mailroom.directory / "full"
+    full.mkdir()
+    wrong = {taken: "it exists", full / "dave.token": "File too large", full / "no" / "dave.token": "No such file"}
+    for file, why in wrong.items():
+        refused = await asyncio.to_thread(
+            user.admin.process,
+            *("member", "create", "dave", "--mesh", "demo", "--token-out", file),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (32, 32)),
+        )
+        assert (refused.code, refused.sentence().startswith(f"cannot write {file}: {why}")) == (74, True)
+    assert taken.read_text() == mailroom.admin_token
+    assert list(full.iterdir()) == []
     names = [each["name"] for each in (await user.run("member", "list", "--mesh", "demo", "--json")).json]
     assert "dave" not in names
 
