@@ -36,6 +36,7 @@ _log = structlog.get_logger(__name__)
 CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is away
+_HEADER_BYTES: Final = 16 * 1024  # that the headers of a message may take, and what is put around a payload
 _PINGS: Final = 2  # unanswered ones after which the server counts as gone
 
 UNREADABLE: Final = "Postroom-Unreadable-Headers"  # base64 of a block that holds no headers, or control characters
@@ -230,6 +231,11 @@ def connection_of(js: JetStreamContext) -> Client:
     """Return the connection of a context."""
     connection: Client = js._nc  # noqa: SLF001
     return connection
+
+
+def most_payload(js: JetStreamContext) -> int:
+    """Return how many bytes a message's payload may have, whatever its headers are."""
+    return connection_of(js).max_payload - _HEADER_BYTES
 
 
 def api_subject(js: JetStreamContext, request: str) -> str:

@@ -99,6 +99,10 @@ class Engine:
         self._worker = worker or f"{socket.gethostname()[:64]}/{os.getpid()}"
         self._running = Running(pool=pool, flow=flow, lease=lease)
 
+    def limit(self, most_bytes: int) -> None:
+        """Have what goes out as a message be no larger: a step that makes one fails, with that as the reason."""
+        self._running.most_bytes = most_bytes
+
     async def spawned(self, activity: UUID, name: str, guid: str) -> None:
         """Run leg 1 of an activity, for the message `guid`; raises `TryLater`.
 

@@ -14,6 +14,7 @@ the transaction of its step, under a lease that is renewed, and is told where it
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ _ENDED: Final = (
     "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
 )
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
+_MOST_GROWTH: Final = 4  # bytes for a character, also with the blank that Postgres puts behind each comma and colon
 
 decode: Final = msgspec.json.Decoder().decode
 
@@ -77,15 +79,16 @@ async def run_leg1(running: Running, activity: UUID, most: int | None = None) ->
             key = derived(entry.activity, "request")
             context = running.context(entry, step, key, request_id=str(key))
             body = await under_lease(running, entry, handler.leg1(context, decode(entry.request)))
-            request = request_of(handler, key, body)
+            request = request_of(running, handler, key, body)
         await step.conclude(lambda connection: complete_leg1(connection, entry, request))
 
 
-def request_of(activity: Activity, key: UUID, body: Any) -> Request:
-    """Return the command that asks for an answer, under its id."""
+def request_of(running: Running, activity: Activity, key: UUID, body: Any) -> Request:
+    """Return the command that asks for an answer, under its id; raises `InvalidFlow` as `encode` does."""
     assert activity.queue is not None  # noqa: S101 - only what sends has a leg 1
     timeout = None if activity.timeout is None else timedelta(seconds=activity.timeout)
-    return Request(key, activity.queue, encode(body, f"the request of {activity.name!r}"), timeout, activity.asks)
+    payload = encode(body, f"the request of {activity.name!r}", running.most_bytes)
+    return Request(key, activity.queue, payload, timeout, activity.asks)
 
 
 class Spawns(NamedTuple):
@@ -134,11 +137,12 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
                 body = encode(request, f"what {spawned.name!r} is spawned with")
                 spawns.children.append(Child(key, spawned.name, body))
             case Again(again, request) if again.leg1 is None:
-                spawns.again.append(encode(request, f"what {entry.name!r} is entered with again"))
+                what = f"what {entry.name!r} is entered with again"
+                spawns.again.append(encode(request, what, running.most_bytes))
             case Again(again, request):
                 key = derived(entry.activity, entry.guid, "request", len(spawns.requests))
                 asking = replace(context, message=None, request_id=str(key), idempotency_key=str(key))
-                spawns.requests.append(request_of(activity, key, await again.leg1(asking, request)))
+                spawns.requests.append(request_of(running, activity, key, await again.leg1(asking, request)))
     return spawns
 
 
@@ -158,7 +162,8 @@ async def _complete(running: Running, entry: Leg2) -> None:
                 started_at=row["started_at"],
             )
             result = await under_lease(running, entry, running.flow.completion(context, job))
-        await step.conclude(lambda connection: finish_job(connection, entry, encode(result, "what it returned")))
+        said = encode(result, "what it returned", running.most_bytes)
+        await step.conclude(lambda connection: finish_job(connection, entry, said))
 
 
 class HandlerFailed(PostroomError):
@@ -176,17 +181,18 @@ class HandlerFailed(PostroomError):
         return failed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Running:
     """What the legs of a flow run with; `lease` is how long a worker that died holds others off."""
 
     pool: Pool
     flow: Flow
     lease: timedelta
+    most_bytes: int = sys.maxsize  # of a message's payload
     leases: leases.Leases = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "leases", leases.Leases(self._renew, self.lease.total_seconds()))
+        self.leases = leases.Leases(self._renew, self.lease.total_seconds())
 
     async def _renew(self, claims: Sequence[Claim]) -> list[Claim]:
         renewed = []
@@ -310,12 +316,20 @@ def derived(activity: UUID, *words: object) -> UUID:
     return uuid5(activity, "/".join(map(str, words)))
 
 
-def encode(value: Any, what: str) -> str:
-    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for, or Postgres."""
+def encode(value: Any, what: str, most_bytes: int = sys.maxsize) -> str:
+    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for, or Postgres.
+
+    So it does for what has more bytes than a message may have: it could be stored, but never published.
+    """
     try:
         text = to_json(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
+    if len(text) > most_bytes // _MOST_GROWTH:
+        size = len(msgspec.json.format(text, indent=0).encode())
+        if size > most_bytes:
+            advice = "keep it elsewhere and say where, or raise max_payload"
+            raise InvalidFlow.of("too_large", f"{what} has {size} bytes, NATS takes {most_bytes}: {advice}")
     if "\\u0000" in text.replace("\\\\", ""):  # a backslash that is escaped escapes nothing
         raise InvalidFlow.of("nul_character", f"{what} contains a NUL character, which Postgres cannot store")
     return text

@@ -27,7 +27,7 @@ from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settl
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import REPLAY_OF, RecordedLetters
 from postroom.delivery.message import Delivery
-from postroom.delivery.nats import CLOCK_SKEW
+from postroom.delivery.nats import CLOCK_SKEW, most_payload
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import EventSubject, event_subject, parse_subject
 from postroom.errors import InvalidMessage
@@ -294,6 +294,8 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
 
     async def look(self, js: JetStreamContext) -> None:
         """Begin what is missing, bring back what waits for an activity, and ask again for what is overdue."""
+        for engine in self.engines.values():
+            engine.limit(most_payload(js))
         for place in await find_places(self._pool, list(self.engines)):
             if (place.flow, place.mesh) not in self.running:
                 await self._begin(js, place)

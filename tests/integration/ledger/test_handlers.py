@@ -123,3 +123,36 @@ async def test_a_completion_that_returns_no_json_says_so(jobs: Jobs, pool: Pool)
     await Engine(pool, reporting, lease=LEASE).spawned(start.root, "nothing", "spawned")
     error = await jobs.connection.fetchval("SELECT error FROM ledger.job WHERE id = $1", start.job)
     assert error.startswith("the completion: InvalidFlow: what it returned cannot be written as JSON")
+
+
+@pytest.mark.parametrize("what", ["request", "again", "result"])
+async def test_what_is_larger_than_a_message_may_be_fails_its_step(jobs: Jobs, pool: Pool, what: str) -> None:
+    growing, large = Flow("growing"), {"many": [0] * 400}
+    size = len(json.dumps(large))  # with blanks, as Postgres writes it
+    once = RetryPolicy(max_attempts=1)
+
+    @growing.activity(sends="queue:work" if what == "request" else None, retry_policy=once)
+    async def grow(_ctx: Context, _request: Any) -> Any:
+        if what == "again":
+            return grow.again(large)
+        return large if what == "request" else None
+
+    if what == "request":
+        grow.answered(nothing_more)
+
+    @growing.completed(retry_policy=once)
+    async def report(_ctx: Context, _job: Job) -> Any:
+        return large
+
+    start = Start(uuid4(), "sea", "growing", uuid4(), "grow")
+    await start_job(jobs.connection, start)
+    engine = Engine(pool, growing, lease=LEASE)
+    engine.limit(size - 1)
+    await engine.spawned(start.root, "grow", "spawned")
+    job = await jobs.connection.fetchrow("SELECT state, error FROM ledger.job WHERE id = $1", start.job)
+    assert job is not None
+    assert job["state"] == "failed"
+    assert f"has {size} bytes, NATS takes {size - 1}" in job["error"]
+
+
+async def nothing_more(_ctx: Context, _answer: Any) -> None: ...

@@ -33,7 +33,7 @@ from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.store import Mark, Owner, Store, Stored, decode_record, durably, payload_of
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters import LETTER, letter_id
-from postroom.delivery.nats import connection_of, end_if_cancelled
+from postroom.delivery.nats import end_if_cancelled, most_payload
 from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
 from postroom.delivery.publishing.publisher import Publisher
@@ -45,7 +45,6 @@ from postroom.errors import PostroomError
 _log = structlog.get_logger(__name__)
 
 _PAGE: Final = 1000  # rows that are forgotten in one turn
-_HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 _BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
 _MILLISECOND: Final = timedelta(milliseconds=1)
 
@@ -289,5 +288,4 @@ class AgentPublisher:
 
 def into_jetstream(js: JetStreamContext, nats: NatsSettings, settings: AgentSettings) -> partial[AgentPublisher]:
     """Return what makes the publisher of an agent's store."""
-    most_bytes = connection_of(js).max_payload - _HEADER_BYTES
-    return partial(AgentPublisher, nats=nats, settings=settings, most_bytes=most_bytes)
+    return partial(AgentPublisher, nats=nats, settings=settings, most_bytes=most_payload(js))
