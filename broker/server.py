@@ -28,6 +28,7 @@ from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
+from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.settings import networks_of
@@ -47,6 +48,7 @@ async def run(config: BrokerConfig) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(letting_go(stop))
         services = await stack.enter_async_context(open_services(config))
         url = await stack.enter_async_context(serving(services))
         _log.info("listening", url=url)

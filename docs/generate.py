@@ -118,7 +118,7 @@ This page is written by `make docs` from the types that decode the files.
 
 `postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`. A worker takes the same
 settings in a table of `[[consumers]]`, without those of the process (`nats`, `listen_host`, `listen_port`,
-`log_level`), and with the worker's `database_url` unless the table has its own.
+`log_level`, `stop_seconds`), and with the worker's `database_url` unless the table has its own.
 
 {consumer}
 ## An agent

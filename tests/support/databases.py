@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import asyncpg
 
 from embedded import EmbeddedPostgres
+from embedded.processes import processes_in
 
 # Lets every accept stand still, in the transaction of a test, where it is about to take its numbers.
 HOLD_NUMBERS = "SELECT pg_advisory_xact_lock(hashtext('postroom.history.numbers'), id) FROM mesh.mesh"
@@ -48,6 +50,19 @@ async def _create(server: EmbeddedPostgres, name: str, migrate: Callable[[str], 
     await migrate(server.url_of(name))
 
 
+@contextmanager
+def frozen(server: EmbeddedPostgres) -> Iterator[None]:
+    """Stop all processes of a server for the length of the block: it takes connections, and answers nothing."""
+    stopped = list(processes_in(server.data_directory))
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+
 async def back_up(server: EmbeddedPostgres, database: str) -> None:
     """Keep `database` as it is now; nobody may be connected to it."""
     await _execute(server, f'CREATE DATABASE "{database}_backup" TEMPLATE "{database}"')
@@ -70,10 +85,10 @@ def begin_timeline(server: EmbeddedPostgres) -> None:
     data = server.data_directory
     with (data / "postgresql.auto.conf").open("a") as settings:
         settings.write("restore_command = 'false'\n")
-    signal = data / "recovery.signal"
-    signal.touch()
+    recovery = data / "recovery.signal"
+    recovery.touch()
     owner = data.stat()
-    os.chown(signal, owner.st_uid, owner.st_gid)
+    os.chown(recovery, owner.st_uid, owner.st_gid)
 
 
 async def _execute(server: EmbeddedPostgres, *statements: str) -> None:

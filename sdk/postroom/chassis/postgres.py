@@ -31,6 +31,8 @@ Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | PoolConnectionProx
 Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 
 CONNECT_SECONDS: Final = 5.0
+_STOP_SECONDS: Final = 5.0  # that a program which stops waits for a Postgres that does not answer
+_PROBE_SECONDS: Final = 1.0  # between two looks whether it does
 _REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
 _LOCK_ATTEMPTS: Final = 60  # of a migration
 _LOCK_REST_SECONDS: Final = 0.5  # between two, in which whoever waited behind it has a turn
@@ -51,6 +53,8 @@ UNREACHABLE: Final = (
     asyncpg.InternalClientError,
     asyncpg.PostgresConnectionError,
 )
+
+_open: Final[dict[Pool, str]] = {}  # the pools of this process, and what they lead to
 
 POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fails with
 
@@ -123,7 +127,7 @@ async def open_pool(
     Raises `Fatal` as `connect` does.
     """
     with _fatal_when_closed(url):
-        return await asyncpg.create_pool(
+        pool = await asyncpg.create_pool(
             url,
             min_size=kept,
             max_size=connections,
@@ -133,6 +137,8 @@ async def open_pool(
             command_timeout=_COMMAND_SECONDS,
             server_settings={"application_name": name, **_SERVER_SETTINGS, **(settings or {})},
         )
+    _open[pool] = url
+    return pool
 
 
 async def close_pool(pool: Pool) -> None:
@@ -140,6 +146,49 @@ async def close_pool(pool: Pool) -> None:
     with suppress(*UNREACHABLE):
         async with asyncio.timeout(CONNECT_SECONDS):
             await pool.close()
+    _open.pop(pool, None)
+
+
+@asynccontextmanager
+async def letting_go(stop: asyncio.Event) -> AsyncIterator[None]:
+    """From `stop` on, break off what waits for a Postgres that has not answered for 5 s, until the block ends.
+
+    What was begun there is rolled back, or done again by whoever has it next, as after a crash.
+    """
+    letting = asyncio.create_task(_let_go(stop), name="letting go")
+    try:
+        yield
+    finally:
+        letting.cancel()
+        await asyncio.wait({letting})
+
+
+async def _let_go(stop: asyncio.Event) -> None:
+    await stop.wait()
+    since = time.monotonic()
+    heard = dict.fromkeys(_open.values(), since)
+    while True:
+        for url in heard:
+            if await _answers(url):
+                heard[url] = time.monotonic()
+            elif time.monotonic() - heard[url] >= _STOP_SECONDS:
+                for pool in [pool for pool, leads_to in _open.items() if leads_to == url]:
+                    _log.warning("postgres_not_waited_for", seconds=_STOP_SECONDS)
+                    del _open[pool]
+                    pool.terminate()
+        await asyncio.sleep(_PROBE_SECONDS)
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            connection = await asyncpg.connect(url)
+    except UNREACHABLE:
+        return False
+    except asyncpg.PostgresError:
+        return True  # it is there, and refuses
+    connection.terminate()
+    return True
 
 
 async def open_rooms(

@@ -61,7 +61,7 @@ async def run_until_stopped(
 ) -> None:
     """Run the named `tasks` until `stop` is set or one of them ends; cancel the rest and wait for them.
 
-    `wind_down` runs before that, while the tasks still do: what has begun can come to its end.
+    `wind_down` runs before that, while the tasks still do: what has begun can come to its end. By then `stop` is set.
 
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would limp without it.
     """
@@ -69,6 +69,7 @@ async def run_until_stopped(
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    stop.set()
     if wind_down is not None:
         await wind_down()
     await end(running)

@@ -57,6 +57,14 @@ ListenHost = Annotated[str, Meta(description="address of /health, /ready and /me
 ListenPort = Annotated[
     Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
 ]
+StopSeconds = Annotated[
+    float,
+    Meta(
+        gt=0,
+        le=600,
+        description="longest wait for what is in hand at a stop, in seconds; 5 for a Postgres that does not answer",
+    ),
+]
 
 
 class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +99,7 @@ class ConsumerConfig(ConsumerSection, kw_only=True, forbid_unknown_fields=True):
     listen_host: ListenHost = "127.0.0.1"
     listen_port: ListenPort = None
     log_level: LogLevel = "info"
+    stop_seconds: StopSeconds = 45
 
 
 class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -216,6 +225,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     listen_host: ListenHost = "127.0.0.1"
     listen_port: ListenPort = None
     log_level: LogLevel = "info"
+    stop_seconds: StopSeconds = 45
     declare_streams: Annotated[
         bool,
         Meta(description="whether to create the default streams of each mesh where no other stream has their subjects"),
@@ -336,6 +346,7 @@ def worker_of(config: ConsumerConfig | AgentConfig) -> WorkerConfig:
         listen_host=config.listen_host,
         listen_port=config.listen_port,
         log_level=config.log_level,
+        stop_seconds=config.stop_seconds,
         consumers=[config] if isinstance(config, ConsumerConfig) else [],
         agents=[config] if isinstance(config, AgentConfig) else [],
     )

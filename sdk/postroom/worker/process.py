@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Seque
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final, Protocol
 
+import structlog
 from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -19,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.chassis import logs, runtime, tracing
 from postroom.chassis.listener import listening
-from postroom.chassis.postgres import Pool
+from postroom.chassis.postgres import Pool, letting_go
 from postroom.chassis.routes import exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents.runtime import load_agent
@@ -29,6 +30,8 @@ from postroom.worker.config import WorkerConfig
 from postroom.worker.consumer import open_consumer
 from postroom.worker.metrics import labelled, merged
 from postroom.worker.publication import open_publication, open_source
+
+_log = structlog.get_logger(__name__)
 
 _STATUS_SECONDS: Final = 5.0
 _BEGIN_SECONDS: Final = 2.0  # that a start may take before its report says what is in the way
@@ -94,6 +97,7 @@ async def _run(config: WorkerConfig) -> None:
     stop = asyncio.Event()
     runtime.stop_on_signals(stop)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(letting_go(stop))
         opening = asyncio.create_task(stack.enter_async_context(open_parts(config)), name="opening")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +120,11 @@ async def _run(config: WorkerConfig) -> None:
 
         async def finish() -> None:
             runtime.notify("STOPPING=1")
-            await asyncio.gather(*(part.finish() for part in parts))
+            try:
+                async with asyncio.timeout(config.stop_seconds):
+                    await asyncio.gather(*(part.finish() for part in parts))
+            except TimeoutError:
+                _log.warning("stopped_with_work_in_hand", seconds=config.stop_seconds)
 
         await runtime.run_until_stopped(tasks, stop, finish)
 

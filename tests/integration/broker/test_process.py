@@ -110,7 +110,7 @@ async def test_it_stops_on_sigterm_though_postgres_does_not_answer_any_more(
         answers.clear()
         process.terminate()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(30):
                 assert await process.wait() == 0
         finally:
             answers.set()  # what still waits for one ends

@@ -142,6 +142,8 @@ class InboxMessages:
                 except REFUSED:
                     raise
                 except POSTGRES_ERRORS as error:
+                    if self._pool.is_closing():
+                        raise  # the program stops, and waits no longer
                     tried = f"{type(error).__name__}: {error}"
                     _log.warning("postgres_waited_for", consumer=self.consumer, error=tried)
                     self._waiting += failures == 0
