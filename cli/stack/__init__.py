@@ -181,7 +181,7 @@ class DaemonProgram(Program):
 
     async def _probe(self) -> object:
         async with self.client() as client:
-            return await client.ready()
+            return await client.version()  # one whose outbox is full is not ready, and has to be seen to
 
 
 class WorkerProgram(PageProgram):
