@@ -43,6 +43,16 @@ async def test_an_event_in_either_mode_is_one_message(room: Any) -> None:
     assert await room.rows() == 1
 
 
+async def test_an_event_has_the_id_and_the_trace_of_its_request(room: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    sent = await post(room, {**GOOD, "Idempotency-Key": "mine", "traceparent": trace}, b"")
+    assert sent.json["client_message_id"] == "mine"
+    (claimed,) = await room.outbox.claim()
+    assert msgspec.json.decode(claimed.payload, type=Envelope).traceparent == trace
+    other = await post(room, {**GOOD, "ce-id": "2", "Idempotency-Key": "mine"}, b"")
+    assert (other.status, other.json["conflict"]) == (409, "outbox_inflight_fingerprint_mismatch")
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "body", "status"),
     [
