@@ -140,11 +140,13 @@ def _grace_file(file: Path) -> Path:
 def _replaced(file: Path) -> dict[str, float]:
     """Return the digests of the tokens that `rotate` replaced, each with the end of its grace."""
     try:
-        with _grace_file(file).open("rb") as stream:
-            if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & _OTHERS:
+        opened = os.open(_grace_file(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(opened, "rb") as stream:
+            status = os.fstat(opened)
+            if stat.S_IMODE(status.st_mode) & _OTHERS or status.st_uid != file.stat().st_uid:
                 return {}  # anybody may have written it
             return msgspec.json.decode(stream.read(), type=dict[str, float])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
 
 

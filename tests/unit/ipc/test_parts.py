@@ -182,13 +182,13 @@ def test_rotations_that_nobody_watched_leave_each_token_its_grace(tmp_path: Path
     assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("damage", ["", "not JSON", '{"a": "b"}', "[]"])
-def test_what_was_kept_of_replaced_tokens_may_be_damaged(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [b"", b"not JSON", b'{"a": "b"}', b"[]", b'{"\xff": 1}'])
+def test_what_was_kept_of_replaced_tokens_may_be_damaged(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "local.token"
     rotate(file)
     rotate(file)
     (kept,) = (each for each in tmp_path.iterdir() if each != file)
-    kept.write_text(damage)
+    kept.write_bytes(damage)
     assert LocalToken(file).matches(file.read_text().strip())
     rotate(file)
     assert LocalToken(file).matches(file.read_text().strip())
@@ -200,8 +200,27 @@ def test_a_list_of_replaced_tokens_that_others_may_write_admits_nobody(tmp_path:
     first = file.read_text().strip()
     rotate(file)
     (kept,) = (each for each in tmp_path.iterdir() if each != file)
+    assert LocalToken(file).matches(first)
     kept.chmod(0o620)
     assert not LocalToken(file).matches(first)
+
+
+def test_a_list_of_replaced_tokens_that_somebody_else_put_there_admits_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    first = file.read_text().strip()
+    rotate(file)
+    (kept,) = (each for each in tmp_path.iterdir() if each != file)
+    other = kept.rename(tmp_path / "other")
+    kept.symlink_to(other)
+    assert not LocalToken(file).matches(first)
+    kept.unlink()
+    os.mkfifo(kept, 0o600)
+    assert not LocalToken(file).matches(first)
+    other.replace(kept)
+    if os.getuid() == 0:
+        os.chown(kept, 4242, -1)
+        assert not LocalToken(file).matches(first)
 
 
 def test_a_rotation_that_fails_leaves_no_token_behind(tmp_path: Path) -> None:
