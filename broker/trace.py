@@ -31,6 +31,7 @@ from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.spark import SparkTask, partition_id
 from postroom._wire.sql import load_queries
 from postroom._wire.trace import NAME, REPAIRED, TRACEPARENT, Outcome, compose, help_for, steps_of
+from postroom._wire.words import when
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import SENT_AGAIN, replay_id
@@ -460,7 +461,7 @@ class _Telling(Draft):
                 ids={"job": str(job)},
             )  # fmt: skip
             if waits:
-                due = "" if row["due_at"] is None else f"; it is due at {row['due_at']:%Y-%m-%d %H:%M:%SZ}"
+                due = "" if row["due_at"] is None else f"; it is due at {when(row['due_at'])}"
                 self.wait(step, f"nobody has answered it yet{due}")
             if answer is not None:
                 messages[answer] = context

@@ -9,7 +9,7 @@ import typer
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
-from postroom._wire.words import counted
+from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
 
 app = noun("Run agents, and inspect their event stores.")
@@ -147,7 +147,7 @@ def republish(
     why = reason_or_ask(reason, dry_run=dry_run)
     _, database = stored.find()
     if not dry_run:
-        confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
+        confirm(f"Publish again what was published since {when(since)}?", yes=yes)
     messages = asyncio.run(republish_since(database, since, reason=why, dry_run=dry_run))
     if as_json:
         json_line({"messages": messages})

@@ -12,8 +12,9 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
-from cli.output import ago, fields, listing, one_by_one
+from cli.output import fields, listing, one_by_one
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
+from postroom._wire.words import ago
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
 

@@ -12,9 +12,10 @@ from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, chosen_ids, mesh_of, noun, with_mesh, with_options
-from cli.output import ago, fields, json_line, line, listing, note, table
+from cli.output import fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
+from postroom._wire.words import ago
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Problem, error_for
 

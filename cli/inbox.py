@@ -10,7 +10,8 @@ import typer
 
 from cli.connect import with_daemon
 from cli.noun import Json, Socket, moment, named, noun, with_options
-from cli.output import ago, json_line, line, listing_pages
+from cli.output import json_line, line, listing_pages
+from postroom._wire.words import ago, counted
 
 if TYPE_CHECKING:
     from postroom import Client, InboxMessage
@@ -108,8 +109,6 @@ def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> N
 
 def _preview(message: InboxMessage) -> str:
     if message.body is None:
-        from postroom._wire.words import counted  # noqa: PLC0415
-
         return f"({counted(len(message.body_base64 or '') * 3 // 4, 'byte')})"
     text = " ".join(message.body.split())
     return text if len(text) <= _PREVIEW else f"{text[: _PREVIEW - 1]}…"

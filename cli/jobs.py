@@ -16,12 +16,13 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
-from cli.output import ago, draw, fields, fold, json_line, line, listing, note, one_by_one, table
+from cli.output import draw, fields, fold, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
+from postroom._wire.words import ago
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:

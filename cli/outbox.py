@@ -37,7 +37,6 @@ from cli.noun import (
     with_options,
 )
 from cli.output import (
-    ago,
     confirm,
     fields,
     json_line,
@@ -55,7 +54,7 @@ from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
 from postroom._wire.operations import MAX_PAGE, VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowChain, RowStatus
-from postroom._wire.words import counted
+from postroom._wire.words import ago, counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Conflict, NotFound, PostroomError
 

@@ -12,10 +12,11 @@ import textwrap
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
+from postroom._wire.words import when
 from postroom.chassis.exits import Exit, Fatal, Finding
 
 if TYPE_CHECKING:
@@ -375,17 +376,6 @@ def reason_or_ask(reason: str | None, *, dry_run: bool = False) -> str:
     return reason
 
 
-def ago(moment: datetime | None) -> str | None:
-    """Say how long ago a moment was: `47s`, `12m`, `3h`, `9d`."""
-    if moment is None:
-        return None
-    seconds = max(0, round((datetime.now(UTC) - moment).total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length}{unit}"
-    return f"{seconds}s"
-
-
 def _cell(value: Any) -> Text:
     from rich.text import Text  # noqa: PLC0415
 
@@ -397,7 +387,7 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
-        value = value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        value = when(value)
     return printable(str(value)).replace("\n", " ")
 
 

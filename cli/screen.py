@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import ago, fold_command, folded, json_line, printable
+from cli.output import fold_command, folded, json_line, printable
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
-from postroom._wire.words import counted
+from postroom._wire.words import ago, counted
 
 _COLOURS: Final = {"down": "1;31", "wrong": "31", "look": "33", "well": "32", "head": "1", "help": "36"}
 _ROWS: Final = 10  # of a table on a terminal

@@ -33,11 +33,11 @@ from cli.noun import (
     noun,
     with_options,
 )
-from cli.output import ago, confirm, json_line, line, listing, note, progress, reason_or_ask
+from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
-from postroom._wire.words import counted
+from postroom._wire.words import ago, counted, when
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import check_library_is_visible
 
@@ -205,7 +205,7 @@ def redrive(
 
     counts = run(None, dry=True)
     if not dry_run and counts.total():
-        published = f"{counted(counts.total(), 'message')} published since {since:%Y-%m-%d %H:%M:%S}Z"
+        published = f"{counted(counts.total(), 'message')} published since {when(since)}"
         confirm(f"Publish {published} again?", yes=yes)
         counts = run(counts.total(), dry=False)
     for source, messages in counts.items():

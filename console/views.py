@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote, urlencode
@@ -23,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from console.sessions import COOKIE, SESSION, Session, Sessions, new_cookie
 from postroom._wire.digits import explain
 from postroom._wire.programs import LATENCIES, Minute
-from postroom._wire.words import counted, span
+from postroom._wire.words import ago, counted, span, when
 
 _HERE: Final = Path(__file__).parent
 STATIC: Final = {file.name: file.read_bytes() for file in sorted((_HERE / "static").iterdir())}
@@ -51,16 +50,6 @@ NAVIGATION: Final = (
 ACCESS: Final = web.AppKey("access", dict[str, str])  # of each page, as the table of routes has it
 
 
-def when(moment: datetime | None) -> str:
-    """Write a moment: to the second, in UTC."""
-    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-
-
-def age(moment: datetime | None) -> str:
-    """Write how long ago a moment was."""
-    return "" if moment is None else span(max(0.0, (datetime.now(UTC) - moment).total_seconds()))
-
-
 def number(count: int) -> str:
     """Write a number so that its thousands can be read."""
     return f"{count:,}"
@@ -76,7 +65,7 @@ _ENVIRONMENT: Final = Environment(
 _ENVIRONMENT.filters |= {
     "when": when,
     "span": span,
-    "age": age,
+    "ago": ago,
     "number": number,
     "counted": counted,
     "path": lambda text: quote(text, safe=""),

@@ -32,6 +32,7 @@ from postroom._wire.operations import (
 )
 from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
+from postroom._wire.words import when
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
 
@@ -236,7 +237,7 @@ def wait_of(row: OutboxRow, relay: RelayStatus, mesh: str) -> Wait | None:
             why = f"an operator has paused the relay to {row.destination}"
             help_ = f"postroom relay resume {row.destination} --reason 'it was paused'"
         case _ if row.not_before is not None and row.not_before > datetime.now(UTC):
-            why = f"its sender wants it posted at {row.not_before:%Y-%m-%d %H:%M:%SZ}"
+            why = f"its sender wants it posted at {when(row.not_before)}"
         case _ if relay.state == "waiting":
             why, help_ = f"the relay waits: {relay.reason}", "postroom doctor"
         case _ if row.next_attempt_at > datetime.now(UTC):

@@ -37,7 +37,7 @@ from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
-from postroom._wire.words import counted
+from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import within
 from postroom.chassis.store import OwnedFile, Store
@@ -410,7 +410,7 @@ class Outbox(reading.Reader):
         order = operating.Order(caller, reason).checked()
         total, last = await self._prune(settled_before_ms, after, _PRUNED // _CHUNK)
         moment = datetime.fromtimestamp(min(settled_before_ms, self._clock()) / 1000, UTC)
-        detail = f"{counted(total, 'payload')} of rows that ended before {moment:%Y-%m-%d %H:%M:%S}Z"
+        detail = f"{counted(total, 'payload')} of rows that ended before {when(moment)}"
         await self._store.submit(Step(lambda transaction: operating.log(transaction, "prune", order, None, detail)))
         return total, last
 

@@ -10,6 +10,7 @@ import msgspec
 
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
+from postroom._wire.words import when
 from postroom.errors import Conflict, NotFound
 
 KeyState = Literal["PENDING", "COMMITTED", "FAILED"]
@@ -121,7 +122,7 @@ def key_missing(what: str) -> NotFound:
 
 def key_held(what: str, owner: str, until: datetime | None) -> Conflict:
     """Say that a worker holds it; `until` when is known while it does."""
-    lease = "" if until is None else f" until {until:%Y-%m-%dT%H:%M:%SZ}"
+    lease = "" if until is None else f" until {when(until)}"
     detail = (
         f"{what} is held by {owner.rpartition('/')[0]}{lease}: forget it once that has ended, or stop the worker and "
         "wait for the end of its lease"

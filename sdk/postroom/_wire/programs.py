@@ -14,7 +14,7 @@ import msgspec
 from postroom._wire.moment import Moment, check_finite
 from postroom._wire.nouns import Noun
 from postroom._wire.sends import RelayState
-from postroom._wire.words import counted, span
+from postroom._wire.words import counted, span, when
 
 REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it was
 AWAY_SECONDS: Final = 3 * REPORT_SECONDS  # without a report, after which a program counts as away
@@ -133,7 +133,7 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
         log = f"journalctl -u {unit}  # on {self.host}"
         here = "" if self.address is None else f" --socket {shlex.quote(self.address)}"
         if self.away:
-            yield Trouble(thing, f"no report since {self.reported_at:%Y-%m-%d %H:%M:%S}Z", log, "down")
+            yield Trouble(thing, f"no report since {when(self.reported_at)}", log, "down")
             return
         for reason in self.reasons:
             yield Trouble(thing, reason, log, "down" if self.status == "unavailable" else "wrong")

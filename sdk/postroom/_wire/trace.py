@@ -15,6 +15,7 @@ import msgspec
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
 from postroom._wire.spark import SPARK_ID, SparkTask
+from postroom._wire.words import when
 from postroom.errors import NotFound, PostroomError, Problem
 
 Outcome = Literal["done", "running", "waiting", "dead", "ended"]
@@ -292,5 +293,5 @@ def _post_ids(posts: FailedPosts | None) -> dict[str, str]:
     """Name where posts went, how long the last took, and when they began where they are several."""
     if posts is None:
         return {}
-    since = {"since": f"{posts.since:%Y-%m-%d %H:%M:%S}Z"} if posts.times > 1 else {}
+    since = {"since": when(posts.since)} if posts.times > 1 else {}
     return {"broker": posts.broker, "seconds": f"{posts.seconds:g}", **since}

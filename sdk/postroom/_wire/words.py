@@ -1,6 +1,7 @@
 """Counts and times as people read them, on a terminal, a page and in a log alike."""
 
 import re
+from datetime import UTC, datetime
 from typing import Final
 
 _MANY: Final = re.compile(r"(?<![aeiou])y$")  # how a word ends of which several are `…ies`
@@ -23,3 +24,13 @@ def span(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / unit:.1f} {name}" if unit == 1 and seconds < _FEW else f"{seconds / unit:.0f} {name}"
     return f"{seconds / _DAY:.0f} d"
+
+
+def ago(moment: datetime | None) -> str | None:
+    """Say how long ago a moment was, as `span` does."""
+    return None if moment is None else span(max(0.0, (datetime.now(UTC) - moment).total_seconds()))
+
+
+def when(moment: datetime) -> str:
+    """Write a moment: to the second, in UTC."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"

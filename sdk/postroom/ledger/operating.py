@@ -37,6 +37,7 @@ from postroom._wire.digits import (
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
+from postroom._wire.words import when
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since, uuid_of
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
@@ -235,10 +236,10 @@ def _sentence(row: asyncpg.Record) -> str:
             times = "once" if row["times"] == 1 else f"{row['times']} times"
             answer = f"answered by {row['by']}"
             if row["by"] is None:
-                answer = "not answered" if row["at"] is None else f"not answered, due at {row['at']:%Y-%m-%d %H:%M:%SZ}"
+                answer = "not answered" if row["at"] is None else f"not answered, due at {when(row['at'])}"
             return f"it is a request of the activity ({times}, {answer})"
         case "event":
-            published = "not published yet" if row["at"] is None else f"published at {row['at']:%Y-%m-%d %H:%M:%SZ}"
+            published = "not published yet" if row["at"] is None else f"published at {when(row['at'])}"
             return f"it is a transition of the activity ({row['by']}, {published})"
         case _:
             return "it is an activity, not a message"

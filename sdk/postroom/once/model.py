@@ -16,6 +16,7 @@ from typing import Final, Protocol, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries
+from postroom._wire.words import when
 from postroom.claims import Claim as Run
 from postroom.claims import Claims, Done, Held, Key, Result, Row, Table
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
@@ -115,7 +116,7 @@ class KeyHeld(Conflict):
         """Build the error for a key that stayed `held`."""
         return cls.of(
             "key_held",
-            f"{scope} is held by another worker until {held.until:%Y-%m-%dT%H:%M:%SZ}: try again",
+            f"{scope} is held by another worker until {when(held.until)}: try again",
             retryable=True,
             retry_after=held.seconds,
         )

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
+from postroom._wire.words import when
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, connected
 
@@ -117,11 +118,11 @@ class OrphanCheck:
         if found:
             kinds = ", ".join(f"{violation.kind} ({violation.rows})" for violation in found)
             reasons.append(
-                f"the orphan check of {at:%Y-%m-%d %H:%M}Z found rows that are incomplete: {kinds}; "
+                f"the orphan check of {when(at)} found rows that are incomplete: {kinds}; "
                 "`postroom broker orphan-check` lists their messages"
             )
         if self._clock() - at > _LATE:
-            reasons.append(f"the orphan check has not run since {at:%Y-%m-%d %H:%M}Z: {self._trouble}")
+            reasons.append(f"the orphan check has not run since {when(at)}: {self._trouble}")
         return reasons
 
 

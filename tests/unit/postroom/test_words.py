@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
-from postroom._wire.words import counted, span
+from postroom._wire.words import ago, counted, span, when
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,12 @@ def test_one_thing_is_not_several(count: int, words: tuple[str, ...], said: str)
 )
 def test_a_time_has_the_unit_that_people_would_use(seconds: float, said: str) -> None:
     assert span(seconds) == said
+
+
+def test_a_moment_is_written_in_utc_wherever_it_was_said() -> None:
+    assert when(datetime.fromisoformat("2026-01-31T13:00:04.7+01:00")) == "2026-01-31 12:00:04Z"
+
+
+def test_what_has_yet_to_be_is_no_time_ago() -> None:
+    assert [ago(None), ago(datetime.now(UTC) + timedelta(hours=1))] == [None, "0 ms"]
+    assert ago(datetime.now(UTC) - timedelta(hours=5, minutes=1)) == "5 h"
