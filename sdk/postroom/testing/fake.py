@@ -222,12 +222,14 @@ class _Fake(Exchanges):
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
+        self._closed = False
 
     async def exchange(
         self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
     ) -> tuple[Head, bytes]:
         """Answer a request."""
         del seconds, connecting, limit, repeatable
+        self._check_open()
         try:
             status, content = self._daemon._answer(request)  # noqa: SLF001 - the two are one thing
         except PostroomError as error:
@@ -240,6 +242,7 @@ class _Fake(Exchanges):
     ) -> AsyncIterator[tuple[Head, _Lines]]:
         """Answer a batch, piece by piece; nothing else that streams is faked."""
         del connecting, silence
+        self._check_open()
         if not request.startswith(f"POST {BATCH} ".encode()):
             self._daemon._answer(request)  # noqa: SLF001 - which refuses it
         if (failure := self._daemon._failure) is not None:  # noqa: SLF001
@@ -249,7 +252,12 @@ class _Fake(Exchanges):
         yield _head(200, NDJSON), _Lines(body, answer_line)
 
     async def close(self) -> None:
-        """Do nothing: what was sent is still there to be looked at."""
+        """Refuse whatever comes later, as the real one does; what was sent is still there to be looked at."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this client is closed")
 
 
 class _Lines:

@@ -116,6 +116,21 @@ async def test_clients_that_share_a_daemon_see_one_outbox() -> None:
     assert [sent.text for sent in daemon.sent] == ["one"]
 
 
+async def test_a_client_that_is_closed_refuses_and_what_it_sent_is_still_there() -> None:
+    asynchronous, blocking = FakeAsyncClient(), FakeClient()
+    async with asynchronous:
+        await asynchronous.send("topic:orders", "one")
+    with blocking:
+        blocking.send("topic:orders", "one")
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        await asynchronous.send("topic:orders", "two")
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        [result async for result in asynchronous.send_many([SendRequest(to="topic:orders")])]
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        blocking.send("topic:orders", "two")
+    assert [len(client.sent) for client in (asynchronous, blocking)] == [1, 1]
+
+
 def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
     post = FakeClient()
     with post.daemon.failing(TryAgain.of("outbox_full", "the outbox is full", retryable=True)):
