@@ -8,6 +8,7 @@ import pytest
 from postroom._wire.dead_letters import DeadLetter, LetterFilter, common_error
 from postroom.delivery.dead_letters import is_dead_letter, letter_id, letter_of
 from postroom.delivery.dead_letters.operations import StoredLetter, replay_id
+from postroom.delivery.http.requests import MESSAGE_ID
 from postroom.delivery.message import Delivery, message_id_of
 from postroom.delivery.nats import UNREADABLE
 
@@ -60,6 +61,14 @@ def test_a_replay_has_the_same_id_each_time_and_another_after_each_death():
     assert replay_id(letter(message_id=first)) == "m1~billing.2"
     assert replay_id(letter(message_id="m1~billing.9")) == "m1~billing.10"
     assert replay_id(letter(message_id=None)) == "SEA_EVENTS.7~billing.1"
+
+
+@pytest.mark.parametrize("message_id", ["m" * 255, "é"])
+def test_a_replays_id_is_one_that_an_inbox_accepts(message_id):
+    first = replay_id(letter(message_id=message_id))
+    for again in (first, replay_id(letter(message_id=first)), replay_id(letter(message_id=message_id, attempts=7))):
+        assert MESSAGE_ID.fullmatch(again)
+    assert replay_id(letter(message_id=message_id)) == first != replay_id(letter(message_id=first))
 
 
 def test_two_consumers_that_bury_one_message_write_two_letters():

@@ -45,6 +45,7 @@ from postroom.delivery.dead_letters import (
     StreamedLetter,
     check_context,
     columns,
+    printable_id,
     read_letters,
 )
 from postroom.delivery.errors import (
@@ -433,7 +434,7 @@ def replay_id(letter: DeadLetter) -> str:
     message_id = letter.message_id or f"{letter.stream}.{letter.sequence}"
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
-    return f"{original}~{letter.consumer}.{number + 1}"
+    return printable_id(f"{original}~{letter.consumer}.{number + 1}")
 
 
 def _recorded(row: asyncpg.Record) -> StoredLetter:
