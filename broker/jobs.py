@@ -28,6 +28,7 @@ from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
 from postroom.ledger.operating import (
     EFFECTS,
+    check_mesh,
     count_jobs,
     find_jobs,
     find_message,
@@ -149,7 +150,10 @@ class Jobs:
 async def _page(
     connection: Connection, wanted: JobFilter, mesh: str | None, cursor: str | None, limit: int
 ) -> tuple[list[Job], str | None]:
-    """Return the jobs that are wanted, from `cursor` on, and where the next page begins, if there is one."""
+    """Return the jobs that are wanted, from `cursor` on, and where the next page begins, if there is one.
+
+    Raises `NotFound` where there is none, nor that mesh: nobody may read that as good news.
+    """
     after = None
     if cursor is not None:
         microseconds, _, job = cursor.partition("-")
@@ -158,6 +162,8 @@ async def _page(
         except (ValueError, OverflowError):
             raise invalid_cursor() from None
     found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
+    if not found and mesh is not None:
+        await check_mesh(connection, mesh)
     if len(found) <= limit:
         return found, None
     last = found[limit - 1]

@@ -69,13 +69,12 @@ async def start(connection: Connection, job: Start) -> bool:
     Postgres cannot keep the request.
     """
     mesh = job.context
-    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
-        raise NotFound.of("mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+    await check_mesh(connection, mesh)
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
         detail = f"there is no mesh {mesh!r}: a mesh's name is {MESH.words}"
-        raise InvalidMessage.of("invalid_mesh", detail, field="mesh") from error
+        raise InvalidMessage.of("invalid_name", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
         raise InvalidMessage.of(
@@ -91,6 +90,12 @@ async def start(connection: Connection, job: Start) -> bool:
             raise Conflict.of("job_taken", detail) from None
         return False
     return True
+
+
+async def check_mesh(connection: Connection, mesh: str) -> None:
+    """Raise `NotFound` where there is no such mesh; in a database without the broker's tables, any may be."""
+    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
+        raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
 async def find_jobs(

@@ -69,7 +69,7 @@ class Scope:
             if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
                 raise _invalid(name, "contains a NUL or a lone surrogate, which no database can store")
         if self.group == "":
-            raise _invalid("group", "must not be empty: omit it (None) for the scope of the producer")
+            raise _invalid("group", "must not be empty: omit it for the scope of the producer")
 
     @property
     def columns(self) -> Key:

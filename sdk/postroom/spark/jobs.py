@@ -195,7 +195,7 @@ class JobOfWrite:
     async def _begin(self, connection: Connection, _: Patience) -> None:
         if not await connection.fetchval(QUERIES["knows_mesh"], self._job.mesh):
             detail = f"there is no mesh {self._job.mesh!r}: `postroom mesh list` shows them"
-            raise NotFound.of("mesh_missing", detail)
+            raise NotFound.of("mesh_not_found", detail)
         started = (self.id, self._job.mesh, SPARK_WRITE, self._root, "write", self._request)
         await connection.execute(QUERIES["start"], *started)
         job = await connection.fetchrow(QUERIES["find_job"], self.id)

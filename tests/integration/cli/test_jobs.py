@@ -184,6 +184,8 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["cancel", str(UUID(int=7)), "--yes"], 2, "--reason"),
         (["cancel", str(UUID(int=7)), "--reason", "x"], 2, "Add --yes"),
         (["list", "--state", "odd"], 2, "'odd' is not a state: running, closed"),
+        (["list", "--mesh", "nowhere"], 3, "there is no mesh 'nowhere'"),
+        (["retry", "--all", "--mesh", "nowhere", "--dry-run"], 3, "there is no mesh 'nowhere'"),
         (["explain", "1"], 2, "write 15 digits"),
         (["explain", "001000000000001"], 2, "leg 2 was entered, but leg 1 is not complete"),
         (["explain", "m-7"], 3, "the ledgers know no message and no activity 'm-7'"),

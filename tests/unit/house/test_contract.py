@@ -105,7 +105,11 @@ def test_every_code_that_a_server_answers_is_in_the_contract():
     """What programs switch on is a promise (docs/contract/send.md#send-103, docs/contract/accept.md#accept-48)."""
     listed = {code for page in PAGES for code in re.findall(r"`([a-z_]+)`", page.read_text())}
     servers = ("ipc/", "outbox/", "inbox/", "broker_client/", "broker/", "daemon/", "sdk/postroom/chassis/routes.py")
-    shared = tuple(f"sdk/postroom/_wire/{name}.py" for name in ("message", "cloudevents", "names", "nouns", "ids"))
+    names = ("message", "cloudevents", "names", "nouns", "ids", "once")
+    shared = (
+        *(f"sdk/postroom/_wire/{name}.py" for name in names),
+        "sdk/postroom/ledger/operating.py",  # what the broker does to jobs
+    )
     answered = {
         code: name
         for name, text in TEXTS.items()
