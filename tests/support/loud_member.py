@@ -63,7 +63,7 @@ class Loud:
     async def slow_bodies(self) -> None:
         writer = await self.connect()
         head = f"POST /v1/accept HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.token}\r\n"
-        writer.write(head.encode() + b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")
+        writer.write(head.encode() + b"Content-Length: 1000000\r\n\r\n")
         for _ in range(20):
             writer.write(b"x" * 1000)
             await asyncio.sleep(0.1)

@@ -159,17 +159,25 @@ async def test_a_compressed_body_is_refused_unread(broker: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "media", [None, "application/octet-stream", "text/plain", "application/json; charset=utf-16", "application/jsonx"]
+    ("media", "status"),
+    [
+        (None, 200),
+        ("application/octet-stream", 200),
+        ("Application/JSON; charset=UTF-8", 200),
+        ("text/plain", 415),
+        ("application/json; charset=utf-16", 415),
+        ("application/jsonx", 415),
+    ],
 )
 async def test_a_body_that_says_that_it_is_no_json_is_refused(
-    broker: Any, message: Message, counts: Counts, media: str | None
+    broker: Any, message: Message, counts: Counts, media: str | None, status: int
 ) -> None:
     alice = broker.member("alice")
     headers = {"Authorization": f"Bearer {alice.token}"} | ({} if media is None else {"Content-Type": media})
     asking = {"data": msgspec.json.encode({"messages": [message("id-1")]}), "headers": headers}
     async with alice.session.post(alice.url + "/v1/accept", **asking, skip_auto_headers=["Content-Type"]) as answer:
-        assert (answer.status, (await answer.json(content_type=None))["code"]) == (415, "unsupported_media_type")
-    assert not any((await counts()).values())
+        assert answer.status == status
+    assert any((await counts()).values()) is (status == 200)
 
 
 async def test_a_batch_larger_than_any_other_goes_through(broker: Any, message: Message, counts: Counts) -> None:

@@ -327,8 +327,8 @@ async def test_a_body_that_never_comes_ends_in_408(broker: Any, start_broker: An
         host, port = other.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         token = broker.tokens["demo", "alice"]
-        head = f"POST /v1/accept HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
-        writer.write(head.encode() + b"Content-Type: application/json\r\nContent-Length: 10\r\n\r\n")
+        head = f"POST /v1/accept HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 10\r\n\r\n"
+        writer.write(head.encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         writer.close()
         await writer.wait_closed()
