@@ -25,11 +25,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 import redis
 import uvloop
 from support import session
+from support.databases import create, drop
 from support.janitor import clear_up
 from support.zygote import Zygote, shared
 from xdist.remote import Producer
@@ -119,9 +119,9 @@ def postgres_server(session_directory: Path) -> Iterator[EmbeddedPostgres]:
 @pytest.fixture
 def database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
     name = f"test_{next(_numbers)}"
-    _run(_execute(postgres_server.url, f"CREATE DATABASE {name}"))
+    _run(create(postgres_server, name))
     yield postgres_server.url_of(name)
-    _run(_execute(postgres_server.url, f"DROP DATABASE {name} WITH (FORCE)"))
+    _run(drop(postgres_server, name))
 
 
 @pytest.fixture(scope="session")
@@ -172,14 +172,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(spans, "wanted", lambda: True)
     yield exporter
     provider.shutdown()
-
-
-async def _execute(url: str, statement: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

@@ -11,6 +11,7 @@ import asyncpg
 
 from embedded import EmbeddedPostgres
 from postroom.delivery.applications import install
+from support.databases import create, drop
 
 _numbers = count(1)
 _templates: dict[tuple[str, ...], tuple[str, str]] = {}
@@ -25,11 +26,11 @@ async def application_database(server: EmbeddedPostgres, *meshes: str) -> AsyncI
     """
     template, role = await _template(server, meshes)
     database = f"application_{next(_numbers)}"
-    await _execute(server.url, f"CREATE DATABASE {database} TEMPLATE {template}")
+    await create(server, database, template)
     try:
         yield as_role(server.url_of(database), role)
     finally:
-        await _execute(server.url, f"DROP DATABASE {database} WITH (FORCE)")
+        await drop(server, database)
 
 
 async def _template(server: EmbeddedPostgres, meshes: tuple[str, ...]) -> tuple[str, str]:
@@ -39,7 +40,7 @@ async def _template(server: EmbeddedPostgres, meshes: tuple[str, ...]) -> tuple[
         database, role = f"installed_{number}", f"shop_{number}"
         await _as_superuser(server.url, f"CREATE ROLE {role}")
         await _as_superuser(server.url, f"GRANT {role} TO postroom")  # which can log in, and become it
-        await _execute(server.url, f"CREATE DATABASE {database}")
+        await create(server, database)
         owner = server.url_of(database)
         await install(owner, roles=[role], meshes=meshes)
         await _execute(

@@ -44,9 +44,7 @@ async def postgres_of_its_own(
 
 
 async def _create(server: EmbeddedPostgres, name: str, migrate: Callable[[str], Awaitable[object]]) -> None:
-    connection = await asyncpg.connect(server.url)
-    await connection.execute(f'CREATE DATABASE "{name}"')
-    await connection.close()
+    await create(server, name)
     await migrate(server.url_of(name))
 
 
@@ -63,21 +61,33 @@ def frozen(server: EmbeddedPostgres) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+async def create(server: EmbeddedPostgres, name: str, template: str = "template1") -> None:
+    """Make a database, empty or as `template` is, which nobody may be connected to.
+
+    Its files are copied. By default Postgres writes each page to its log as well, which is twice the work.
+    """
+    await execute(server, f'CREATE DATABASE "{name}" TEMPLATE "{template}" STRATEGY file_copy')
+
+
+async def drop(server: EmbeddedPostgres, name: str) -> None:
+    """Drop a database; whoever is connected to it is not any more."""
+    await execute(server, f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
 async def back_up(server: EmbeddedPostgres, database: str) -> None:
     """Keep `database` as it is now; nobody may be connected to it."""
-    await _execute(server, f'CREATE DATABASE "{database}_backup" TEMPLATE "{database}"')
+    await create(server, f"{database}_backup", database)
 
 
 async def restore(server: EmbeddedPostgres, database: str) -> None:
     """Put it back; whoever is connected to it is not any more."""
-    await _execute(
-        server, f'DROP DATABASE "{database}" WITH (FORCE)', f'CREATE DATABASE "{database}" TEMPLATE "{database}_backup"'
-    )
+    await drop(server, database)
+    await create(server, database, f"{database}_backup")
 
 
 async def forget(server: EmbeddedPostgres, database: str) -> None:
     """Throw what was kept away."""
-    await _execute(server, f'DROP DATABASE IF EXISTS "{database}_backup"')
+    await execute(server, f'DROP DATABASE IF EXISTS "{database}_backup"')
 
 
 def begin_timeline(server: EmbeddedPostgres) -> None:
@@ -91,8 +101,10 @@ def begin_timeline(server: EmbeddedPostgres) -> None:
     os.chown(recovery, owner.st_uid, owner.st_gid)
 
 
-async def _execute(server: EmbeddedPostgres, *statements: str) -> None:
+async def execute(server: EmbeddedPostgres, statement: str) -> None:
+    """Execute a statement in no particular database of a server."""
     connection = await asyncpg.connect(server.url)
-    for statement in statements:
+    try:
         await connection.execute(statement)
-    await connection.close()
+    finally:
+        await connection.close()

@@ -14,6 +14,7 @@ import asyncpg
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import AsyncClient
 from postroom.spark.rows import RowIds
+from support.databases import create, drop
 from support.mailroom import Mailroom, Process
 from support.waiting import until_so
 
@@ -58,7 +59,7 @@ class PostOffice:
     @classmethod
     async def open(cls, directory: Path, postgres: EmbeddedPostgres, redis: EmbeddedRedis) -> PostOffice:
         """Start the broker and the first daemon on a database of its own, with a limiter that lets everything pass."""
-        await _administer(postgres, f"CREATE DATABASE {_DATABASE}")
+        await create(postgres, _DATABASE)
         limits = {"POSTROOM_BROKER_LIMITER_PER_MESH": 10**9, "POSTROOM_BROKER_LIMITER_PER_MEMBER": 10**9}
         room = Mailroom(directory, postgres.url_of(_DATABASE), redis.url)
         for broker in room.brokers:
@@ -72,7 +73,7 @@ class PostOffice:
             self._other_daemon.stop()
 
     async def drop(self) -> None:
-        await _administer(self._server, f"DROP DATABASE {_DATABASE} WITH (FORCE)")
+        await drop(self._server, _DATABASE)
 
     def open_other(self) -> None:
         """Start the second host's daemon."""
@@ -121,9 +122,3 @@ async def _relayed(socket: Path) -> None:
 async def _unsettled(client: AsyncClient) -> int:
     rows = (await client.health()).rows
     return rows.get("pending", 0) + rows.get("inflight", 0)
-
-
-async def _administer(server: EmbeddedPostgres, statement: str) -> None:
-    connection = await asyncpg.connect(server.url)
-    await connection.execute(statement)
-    await connection.close()

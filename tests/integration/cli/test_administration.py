@@ -9,9 +9,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-import asyncpg
 import msgspec
 import pytest
+from support.databases import create
 from support.mailroom import Mailroom
 from support.terminal import Outcome, Terminal
 
@@ -29,18 +29,12 @@ def mailroom(
     directory = session_directory / "mailroom"
     directory.mkdir()
     with asyncio.Runner() as runner:
-        runner.run(create_database(postgres_server.url, "administration"))
+        runner.run(create(postgres_server, "administration"))
         room = Mailroom(directory, postgres_server.url_of("administration"), redis_server.url)
         runner.run(room.open())
     yield room
     room.close()
     shutil.rmtree(directory)
-
-
-async def create_database(url: str, name: str) -> None:
-    connection = await asyncpg.connect(url)
-    await connection.execute(f"CREATE DATABASE {name}")
-    await connection.close()
 
 
 class Administrator:

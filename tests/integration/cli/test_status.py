@@ -17,6 +17,7 @@ import asyncpg
 import nats
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
+from support.databases import create
 from support.mailroom import MESH, Mailroom, Process, worker
 from support.terminal import Outcome, Terminal
 from support.waiting import wait_until
@@ -92,13 +93,7 @@ def office(session_directory: Path, postgres_server: EmbeddedPostgres, redis_ser
     directory = session_directory / "status"
     directory.mkdir(mode=0o711)
     database = postgres_server.url_of("status")
-
-    async def create() -> None:
-        connection = await asyncpg.connect(postgres_server.url)
-        await connection.execute("CREATE DATABASE status")
-        await connection.close()
-
-    run(create())
+    run(create(postgres_server, "status"))
     server = EmbeddedNats(directory / "nats")
     url = server.start()
     room = Mailroom(directory, database, redis_server.url)

@@ -25,6 +25,7 @@ import pytest
 from aiohttp import web
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
+from support.databases import create
 from support.handlers import Call, serving
 from support.mailroom import MESH, LoneDaemon, Mailroom, Process, worker
 from support.terminal import Terminal
@@ -158,13 +159,7 @@ def office(
 ) -> Iterator[Office]:
     directory = session_directory / "trace"
     directory.mkdir(mode=0o711)
-
-    async def create() -> None:
-        connection = await asyncpg.connect(postgres_server.url)
-        await connection.execute("CREATE DATABASE trace")
-        await connection.close()
-
-    _run(create())
+    _run(create(postgres_server, "trace"))
     database = postgres_server.url_of("trace")
     room = Mailroom(directory, database, redis_server.url, brokers=2)
     room.brokers[0].settle({"POSTROOM_BROKER_NATS_URL": nats_server.url})

@@ -16,6 +16,7 @@ import aiohttp
 import asyncpg
 import pytest
 from support.applications import fetch
+from support.databases import create, drop
 from support.jetstream import messages_in
 from support.mailroom import worker
 from support.waiting import until_so
@@ -33,14 +34,14 @@ QUICK = {"POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2", "POSTROOM_WORKER_EVENTS_
 @pytest.fixture
 async def shop_url(postgres_server: EmbeddedPostgres) -> AsyncIterator[str]:
     name = "example_shop"
-    await fetch(postgres_server.url, f"CREATE DATABASE {name}")
+    await create(postgres_server, name)
     url = postgres_server.url_of(name)
     connection = await asyncpg.connect(url)
     await connection.execute((SHOP / "schema.sql").read_text())
     await connection.close()
     await install(url, meshes=["demo"])
     yield url
-    await fetch(postgres_server.url, f"DROP DATABASE {name} WITH (FORCE)")
+    await drop(postgres_server, name)
 
 
 @contextmanager
