@@ -1,6 +1,6 @@
 """Real servers for tests: started once a session, from the embedded wheels, and gone when the session is gone.
 
-    postgres_server, redis_server, nats_server      the servers, started when the first test wants one
+    postgres_server, redis_server, nats_server      the servers, in memory, started when the first test wants one
     database_url                                    a fresh, empty database for this test
     redis_url                                       the Redis of the session, emptied for this test
     nats_url                                        the NATS of the session
@@ -100,6 +100,13 @@ def session_directory() -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture(scope="session")
+def servers_directory() -> Iterator[Path]:
+    """Where the servers that the session's tests share have their files."""
+    with session.session_directory(session.in_memory()) as directory:
+        yield directory
+
+
 @pytest.fixture
 def short_directory(session_directory: Path) -> Iterator[Path]:
     directory = session_directory / str(next(_numbers))
@@ -109,8 +116,8 @@ def short_directory(session_directory: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(session_directory: Path) -> Iterator[EmbeddedPostgres]:
-    server = EmbeddedPostgres(session_directory / "postgres", durable=False)
+def postgres_server(servers_directory: Path) -> Iterator[EmbeddedPostgres]:
+    server = EmbeddedPostgres(servers_directory / "postgres", durable=False)
     server.start()
     yield server
     server.stop()
@@ -125,8 +132,8 @@ def database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def redis_server(session_directory: Path) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(session_directory / "redis")
+def redis_server(servers_directory: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(servers_directory / "redis")
     server.start()
     yield server
     server.stop()
@@ -140,8 +147,8 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 
 
 @pytest.fixture(scope="session")
-def nats_server(session_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(session_directory / "nats")
+def nats_server(servers_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(servers_directory / "nats")
     server.start()
     yield server
     server.stop()
