@@ -287,8 +287,13 @@ class Connection(TimedConnection):
         complete = self._sending is not None or has_arrived
         if complete:
             self._half_closed = True
-            self.close()
+            self.end_after_last()
         return complete
+
+    def end_after_last(self) -> None:
+        """After a half-close: close once the request in hand is answered, if none came behind it."""
+        if self._half_closed and not self.has_more:
+            self.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Let whoever waits on the caller's behalf go."""
@@ -409,7 +414,8 @@ def expects_more(request: Request) -> bool:
 def check_media(request: Request | PlainSend, media: str | None) -> None:
     """Refuse (415) a body that is not `media` in UTF-8 (None: whatever the handler makes of it), or compressed."""
     headers = request.headers
-    if any(encoding.strip().lower() != "identity" for encoding in headers.getall(hdrs.CONTENT_ENCODING, ())):
+    is_encoded = any(coding.strip().lower() != "identity" for coding in headers.getall(hdrs.CONTENT_ENCODING, ()))
+    if is_encoded or headers.get(hdrs.TRANSFER_ENCODING, "chunked").strip().lower() != "chunked":
         raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
     if media is not None and not is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
         raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")

@@ -170,6 +170,7 @@ class Server(TimedServer):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> Request:
+        cast(Connection, protocol).end_after_last()
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request | PlainSend) -> web.StreamResponse:

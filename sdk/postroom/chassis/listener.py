@@ -240,6 +240,11 @@ class TimedConnection(RequestHandler):
         return self._waiter is None or self._waiter.done()
 
     @property
+    def has_more(self) -> bool:
+        """Whether requests have arrived that are not being answered yet."""
+        return bool(self._messages)
+
+    @property
     def current_request(self) -> web.BaseRequest | None:
         """The request that is being answered."""
         return self._current_request

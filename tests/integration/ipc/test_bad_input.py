@@ -136,6 +136,10 @@ HTTP = {
     "a deflate body": (post(fields=b"Content-Encoding: deflate\r\n"), {415}),
     "an unknown encoding": (post(fields=b"Content-Encoding: cow\r\n"), {415}),
     "two encodings": (post(fields=b"Content-Encoding: identity\r\nContent-Encoding: gzip\r\n"), {415}),
+    "a transfer coding beside chunks": (
+        chunked(b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD), GOOD)).replace(b"chunked", b"gzip, chunked"),
+        {415},
+    ),
     "two hosts": (post(fields=b"Host: evil.example\r\n"), {400}),
     "two media types": (post(fields=TYPE), {400}),
     "a batch under one id": (
@@ -197,6 +201,14 @@ async def test_an_upgrade_is_declined_and_the_request_answered(room: Any) -> Non
 
 async def test_a_request_is_answered_after_a_half_close(room: Any) -> None:
     assert status_of(await room.raw(post().replace(b"Connection: close\r\n", b""))) == 202
+
+
+@pytest.mark.parametrize("unusual", [b"", b"X-Read-By: aiohttp\r\n"])
+async def test_every_request_is_answered_that_came_before_a_half_close(room: Any, unusual: bytes) -> None:
+    kept = [post(fields=b"Idempotency-Key: k%d\r\n" % n + unusual).replace(b"close", b"keep-alive") for n in range(5)]
+    answer = await room.raw(b"".join(kept[:2]) + post(b"[]").replace(b"close", b"keep-alive") + b"".join(kept[2:]))
+    assert [answer.count(b"HTTP/1.1 %d " % status) for status in (202, 400)] == [5, 1]
+    assert await room.rows() == 5
 
 
 async def test_trailers_are_ignored(room: Any) -> None:
