@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 from uuid import UUID, uuid4
@@ -16,7 +15,7 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, tell_each
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
-from cli.output import draw, fields, fold, json_line, line, listing, note, one_by_one, table
+from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
@@ -240,7 +239,7 @@ def show(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
                 _shortened(step.request, _REQUEST_CHARACTERS),
                 step.error,
             )
-            for lead, step in _drawn(found.activities)
+            for lead, step, _ in draw(found.activities)
         ),
     )
     if found.log:
@@ -252,16 +251,10 @@ def tree(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
     """Draw the tree of a job: each step and its state; equal neighbours without children are one line."""
     found = with_broker(reach.url, reach.token_file, lambda client: client.inspect(JOBS, str(job))).activities
     if as_json:
-        for _, activity in _drawn(found):
+        for _, activity, _ in draw(found):
             json_line(activity)
         return
-    folded = fold(
-        found,
-        key=lambda activity: activity.id,
-        parent=lambda activity: activity.parent,
-        alike=lambda activity: (_step_name(activity), activity.state),
-    )
-    for lead, (activity, count) in draw(folded, key=lambda each: each[0].id, parent=lambda each: each[0].parent):
+    for lead, activity, count in draw(found, alike=lambda activity: (_step_name(activity), activity.state)):
         line(f"{lead}{_step_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
 
 
@@ -346,11 +339,6 @@ def _show_message(found: JobMessage) -> None:
 
 def _waits_for(job: Job) -> str | None:
     return f"waits for a worker that has {', '.join(job.unknown)}" if job.unknown else None
-
-
-def _drawn(activities: list[Activity]) -> Iterator[tuple[str, Activity]]:
-    """Draw the tree: what stands before each step, and the step."""
-    return draw(activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
 
 
 def _step_name(activity: Activity) -> str:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
+from postroom._wire.trees import Branch, Thing, grow
 from postroom._wire.words import when
 from postroom.chassis.exits import Exit, Fatal, Finding
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Thing)
 
 _BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what grows out of it
 _LAST: Final = ("└─ ", "   ")
@@ -292,48 +295,25 @@ def tree(root: str, branches: Iterable[str]) -> None:
     _write(top)
 
 
-def fold(
-    items: Iterable[T],
-    *,
-    key: Callable[[T], Hashable],
-    parent: Callable[[T], Hashable],
-    alike: Callable[[T], Hashable],
-) -> list[tuple[T, int]]:
-    """Return the items, each with 1; of leaves that are alike and follow one another, the first with their number."""
-    listed = list(items)
-    inner = {parent(item) for item in listed}
-    folded: list[tuple[T, int]] = []
-    latest: dict[Hashable, tuple[Hashable, int]] = {}  # of a parent's last child: its likeness, its place in `folded`
-    for item in listed:
-        likeness = (key(item),) if key(item) in inner else (None, alike(item))
-        before, place = latest.get(parent(item), (None, 0))
-        if likeness == before:
-            folded[place] = (folded[place][0], folded[place][1] + 1)
-        else:
-            latest[parent(item)] = (likeness, len(folded))
-            folded.append((item, 1))
-    return folded
+def draw(things: Iterable[B], alike: Callable[[B], Hashable] | None = None) -> Iterator[tuple[str, B, int]]:
+    """Yield every thing with the lines that lead to it, a parent before its children and these in their order, and 1.
 
-
-def draw(
-    items: Iterable[T], *, key: Callable[[T], Hashable], parent: Callable[[T], Hashable]
-) -> Iterator[tuple[str, T]]:
-    """Yield every item with the lines that lead to it, a parent before its children and these in their order.
-
-    `parent` is None for a root. An item whose parent is not among the items is drawn as a root: nothing is left out.
+    Of leaves that are `alike` and follow one another, it is the first with their number.
     """
-    listed = list(items)
-    known = {key(item) for item in listed}
-    children: dict[Hashable, list[T]] = {}
-    for item in listed:
-        above = parent(item)
-        children.setdefault(above if above in known else None, []).append(item)
-    open_: list[tuple[str, str, T]] = [("", "", root) for root in reversed(children.get(None, []))]
+
+    def runs(branches: list[Branch[B]]) -> Iterator[tuple[Branch[B], int]]:
+        def likeness(branch: Branch[B]) -> Hashable:
+            return branch.thing.id if alike is None or branch.children else (alike(branch.thing),)
+
+        for _, run in groupby(branches, likeness):
+            first, *others = run
+            yield first, 1 + len(others)
+
+    open_ = [("", "", root) for root in reversed([*runs(grow(things))])]
     while open_:
-        lead, below, item = open_.pop()
-        yield lead, item
-        grown = children.get(key(item), [])
-        for number, child in enumerate(reversed(grown)):
+        lead, below, (branch, count) = open_.pop()
+        yield lead, branch.thing, count
+        for number, child in enumerate(reversed([*runs(branch.children)])):
             stem, line = _BRANCH if number else _LAST
             open_.append((below + stem, below + line, child))
 

@@ -121,7 +121,7 @@ def show_story(story: Story, fresh: list[str]) -> None:
                 sys.stdout.write((line if _is_plain() else typer.style(line, bold=True)) + "\n")
     if not story.waits:
         _write("nothing waits", "", "", width, None)
-    for lead, step in draw(story.steps, key=lambda step: step.id, parent=lambda step: step.parent):
+    for lead, step, _ in draw(story.steps):
         if step.id not in fresh:
             continue
         below = lead.replace("├─ ", "│  ").replace("└─ ", "   ")

@@ -9,8 +9,9 @@ import msgspec
 from aiohttp import web
 
 from console.sessions import SESSION
-from console.views import ROWS, asked, grow, mesh_of, page
+from console.views import ROWS, asked, mesh_of, page
 from postroom._wire.administration import HistoryMessage, MessageLines, MessagesQuery
+from postroom._wire.trees import grow
 from postroom.errors import InvalidMessage, NotFound, NotPermitted
 
 MOST_STEPS: Final = 100  # of a story on one page

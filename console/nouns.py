@@ -10,12 +10,13 @@ from aiohttp import web
 
 from console.messages import MOST_TEXT
 from console.sessions import SESSION
-from console.views import ROWS, asked, bars, grow, mesh_of, page
+from console.views import ROWS, asked, bars, mesh_of, page
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses, LetterPage, LettersQuery
 from postroom._wire.jobs import JOBS, JobsQuery, JobState
 from postroom._wire.nouns import OPERATOR_LOG, LogQuery
 from postroom._wire.programs import PROGRAMS, ProgramsQuery
+from postroom._wire.trees import grow
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, ConsumersQuery
 from postroom.errors import InvalidMessage, NotFound
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from aiohttp import web
@@ -115,38 +115,6 @@ def page(request: web.Request, template: str, *, status: int = 200, **values: An
 def set_cookie(request: web.Request, answer: web.StreamResponse, value: str) -> None:
     """Hand a browser its cookie: no script reads it, no other site's page sends it, and over TLS no plain request."""
     answer.set_cookie(COOKIE, value, path="/", httponly=True, samesite="Strict", secure=request.app[SESSIONS].secure)
-
-
-class Thing(Protocol):
-    """What grows out of another."""
-
-    @property
-    def id(self) -> Any:
-        """What others name it by."""
-
-    @property
-    def parent(self) -> Any:
-        """What it follows from; None for a root."""
-
-
-T = TypeVar("T", bound=Thing)
-
-
-class Branch(NamedTuple, Generic[T]):
-    """A thing, and those that follow from it."""
-
-    thing: T
-    children: list[Branch[T]]
-
-
-def grow(things: Iterable[T]) -> list[Branch[T]]:
-    """Make trees of things; one whose parent is not among them is a root."""
-    branches = {thing.id: Branch(thing, []) for thing in things}
-    roots: list[Branch[T]] = []
-    for branch in branches.values():
-        above = branches.get(branch.thing.parent)
-        (roots if above is None else above.children).append(branch)
-    return roots
 
 
 async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | None, list[str]]:

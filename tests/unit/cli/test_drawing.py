@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from operator import itemgetter
+from typing import NamedTuple
 
 import pytest
 
-from cli.output import draw, fold, fold_command
+from cli.output import draw, fold_command
+
+
+class Item(NamedTuple):
+    id: str
+    parent: str | None
 
 
 def drawn(*items: tuple[str, str | None]) -> list[str]:
-    return [lead + item[0] for lead, item in draw(items, key=itemgetter(0), parent=itemgetter(1))]
+    return [lead + item.id for lead, item, _ in draw([Item(*each) for each in items])]
 
 
 def test_children_hang_below_their_parent_in_their_order() -> None:
@@ -29,8 +34,8 @@ def test_a_chain_may_be_longer_than_python_recurses() -> None:
 
 
 def folded(*items: tuple[str, str | None]) -> list[tuple[str, int]]:
-    counted = fold(items, key=itemgetter(0), parent=itemgetter(1), alike=lambda item: item[0][0])
-    return [(item[0], count) for item, count in counted]
+    counted = draw([Item(*each) for each in items], alike=lambda item: item.id[0])
+    return [(item.id, count) for _, item, count in counted]
 
 
 def test_leaves_that_are_alike_and_follow_one_another_are_one_with_their_number() -> None:
@@ -40,7 +45,7 @@ def test_leaves_that_are_alike_and_follow_one_another_are_one_with_their_number(
 
 def test_what_has_children_and_leaves_of_two_parents_are_not_folded() -> None:
     tree = (("root", None), ("a1", "root"), ("a2", "root"), ("b1", "a1"), ("b2", "a2"), ("b3", "a1"))
-    assert folded(*tree) == [("root", 1), ("a1", 1), ("a2", 1), ("b1", 2), ("b2", 1)]
+    assert folded(*tree) == [("root", 1), ("a1", 1), ("b1", 2), ("a2", 1), ("b2", 1)]
 
 
 def test_nothing_is_drawn_as_nothing() -> None:
