@@ -58,7 +58,7 @@ class Keys:
         return json_response(shown)
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/once/forget`: each key in a transaction of its own."""
+        """Make the handler of `POST /v1/once/<verb>`, the query of its name: each key in a transaction of its own."""
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, KEYS.change)
@@ -73,7 +73,7 @@ class Keys:
                     if asked.dry_run:
                         return name
                     async with connection.transaction(isolation="read_committed"):
-                        if not await connection.fetch(_ONCE["forget"], *scope.columns, actor, asked.reason):
+                        if not await connection.fetch(_ONCE[verb], *scope.columns, actor, asked.reason):
                             raise key_held(str(scope), row["owner"], row["lease_until"])
                         said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
                         await keep_log(connection, actor, verb, KEYS.name, *scope.columns, **said)

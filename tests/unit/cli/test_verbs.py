@@ -16,7 +16,9 @@ from cli.app import VERBS
 from outbox import operating as rows
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
+from postroom._wire.once import KEYS
 from postroom._wire.operations import VERBS as ROW_VERBS
+from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
 from postroom.delivery import durables
 from postroom.delivery.dead_letters import operations as letters
@@ -124,6 +126,10 @@ CHANGING = [f"{words} {verb}" for words, (verbs, _) in TABLES.items() for verb i
 def test_every_verb_of_a_table_has_an_effect(words: str) -> None:
     verbs, effects = TABLES[words]
     assert effects.keys() == verbs.keys()
+
+
+def test_every_verb_on_a_key_has_a_query() -> None:
+    assert KEYS.verbs.keys() <= load_queries("postroom.once", "sql/postgres.sql").keys()
 
 
 @pytest.mark.parametrize("words", CHANGING)
