@@ -70,12 +70,15 @@ def verify(
     """Return if `header` signs `body` with one of our secrets, at most `window` seconds ago or ahead.
 
     Pass several secrets while one replaces another. Takes the same time whatever
-    digit is wrong. Raises `NotPermitted` (401): `missing_signature`, `invalid_signature` or `stale_signature`.
+    digit is wrong. Raises `NotPermitted` (401): `missing_signature`, `invalid_signature` or `stale_signature`; and
+    `ValueError` without a secret, or with an empty one, under which anybody can sign.
     """
+    secrets = [secret] if isinstance(secret, bytes) else secret
+    if not secrets or not all(secrets):
+        raise ValueError("the secret is empty: read the one that the consumer signs with, and check that it is there")
     if header is None:
         raise NotPermitted.of("missing_signature", f"the request has no {SIGNATURE} header")
     at, digests = _read(header)
-    secrets = [secret] if isinstance(secret, bytes) else secret
     if not _any_equal([_digest(one, body, at) for one in secrets], digests):
         raise NotPermitted.of("invalid_signature", "the signature does not match this body and the secret")
     if abs(clock() - at) > window:

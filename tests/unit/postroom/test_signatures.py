@@ -76,6 +76,12 @@ def test_secrets_can_be_changed_on_either_side_first() -> None:
     verify(SECRET, BODY, f"{old},{new.partition(',')[2]}", clock=lambda: NOW)
 
 
+@pytest.mark.parametrize("secret", [b"", [], [SECRET, b""]])
+def test_nothing_is_believed_under_an_empty_secret(secret: bytes | list[bytes]) -> None:
+    with pytest.raises(ValueError, match="the secret is empty"):
+        verify(secret, BODY, sign(b"", BODY, NOW), clock=lambda: NOW)
+
+
 def test_standard_webhooks_sign_the_id_the_time_and_the_body() -> None:
     headers = standard_headers(SECRET, "m-1", BODY, NOW)
     digest = hmac.digest(SECRET, b"m-1.1700000000." + BODY, "sha256")
