@@ -86,7 +86,7 @@ class OutboxDesk:
             new_id = patch = None
             if isinstance(asked, RequeueRequest):
                 new_id = asked.new_client_message_id
-                patch = None if asked.message is None else self._patch(asked.message, new_id)
+                patch = None if asked.message is None else self._patch(asked.message)
             row = await self._outbox.act(
                 verb,
                 _id(request),
@@ -200,13 +200,13 @@ class OutboxDesk:
 
         return handle
 
-    def _patch(self, message: SendRequest, new_client_message_id: str | None) -> PreparedSend:
+    def _patch(self, message: SendRequest) -> PreparedSend:
         if message.client_message_id is not None:
             detail = (
                 "the message replaces that of the row and must not have an id of its own: use new_client_message_id"
             )
             raise InvalidMessage.of("invalid_field", detail, field="message.client_message_id")
-        patch = prepare(message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes)
+        patch = prepare(message, max_body_bytes=self._services.limits.body_bytes)
         self._services.destinations.check(patch.destination)
         return patch
 

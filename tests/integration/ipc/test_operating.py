@@ -65,6 +65,14 @@ async def test_a_dead_row_is_requeued_patched_and_its_chain_is_shown(room: Any) 
     assert row.destination == "topic:orders_eu"
 
 
+@pytest.mark.parametrize("patch", [{}, {"message": {"to": "topic:a"}}])
+async def test_a_fresh_id_that_is_none_is_refused_by_its_name(room: Any, patch: dict[str, Any]) -> None:
+    await send(room, "k")
+    reply = await room.request("POST", "/v1/outbox/k/requeue", {**WHY, **patch, "new_client_message_id": "no id"})
+    assert (reply.status, reply.json["field"]) == (400, "new_client_message_id")
+    assert await room.rows() == 1
+
+
 async def test_a_patch_brings_no_id_of_its_own(room: Any) -> None:
     await kill(room, "k")
     message = {"to": "topic:orders", "client_message_id": "mine"}
