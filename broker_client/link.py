@@ -173,7 +173,7 @@ class BrokerLink:
         await self._pass_on("DELETE", f"{path}/{quote((await self.features()).member, safe='')}")
 
     async def _subscriptions(self, topic: str) -> str:
-        name = parse_destination(f"topic:{topic}").ref
+        name = parse_destination(f"topic:{topic}", "topic").ref
         return f"/v1/topics/{quote((await self.features()).mesh, safe='')}/{name}/subscriptions"
 
     async def _request(self, method: str, path: str, body: bytes | None = None) -> Reply:

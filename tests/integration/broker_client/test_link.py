@@ -407,8 +407,9 @@ async def test_the_members_subscriptions_are_the_brokers_to_keep(link_to):
         await link.unsubscribe("orders")
         with pytest.raises(NotFound, match="no topic absent"):
             await link.subscribe("absent")
-        with pytest.raises(InvalidMessage):
+        with pytest.raises(InvalidMessage, match="`topic`") as refused:
             await link.subscribe("../members")
+        assert refused.value.problem.field == "topic"
     path = "/v1/topics/demo/orders/subscriptions"
     assert calls[:2] == [("POST", path), ("DELETE", f"{path}/alice")]
 
