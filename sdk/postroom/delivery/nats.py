@@ -37,6 +37,7 @@ CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is away
 _HEADER_BYTES: Final = 16 * 1024  # that the headers of a message may take, and what is put around a payload
+_CLOSE_SECONDS: Final = 3.0
 _PINGS: Final = 2  # unanswered ones after which the server counts as gone
 
 UNREADABLE: Final = "Postroom-Unreadable-Headers"  # base64 of a block that holds no headers, or control characters
@@ -159,6 +160,15 @@ class NatsClient(Client):
         super().__init__()
         self._ps = _Parser(self)
         self._logged = logged
+
+    async def close(self) -> None:
+        """Close it: what is still to be sent has a few seconds, since a server that hangs must not keep a program."""
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await super().close()
+        except TimeoutError:
+            if (writer := getattr(self._transport, "_io_writer", None)) is not None:
+                writer.transport.abort()
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""
