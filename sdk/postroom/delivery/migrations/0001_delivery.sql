@@ -33,6 +33,7 @@ CREATE TABLE postroom.outbox_events (
   epoch integer NOT NULL DEFAULT 0,
 
   CONSTRAINT chk_occurred_not_future CHECK (occurred_at <= now() + interval '1 minute'),
+  CONSTRAINT an_event_occurred_since_the_year_1 CHECK (occurred_at >= '0001-01-01 00:00:00+00'),  -- none before it can be read
   CONSTRAINT an_aggregate_has_an_id CHECK (aggregate_id <> ''),
   CONSTRAINT an_event_has_a_type CHECK (event_type <> ''),
   CONSTRAINT versions_count_from_one CHECK (event_version >= 1),
@@ -85,8 +86,8 @@ END $$;
 
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
 --
--- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX without id or event type, or
--- where the two names and the version make no subject (docs/contract/delivery.md#delivery-13); FUTURE_EVENT more than a
+-- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX without id or event type, before
+-- the year 1, or where the two names and the version make no subject (docs/contract/delivery.md#delivery-13); FUTURE_EVENT more than a
 -- minute ahead (docs/contract/delivery.md#delivery-14). And with 23503, UNKNOWN_MESH, where no mesh has that name (see
 -- `check_mesh`).
 CREATE FUNCTION postroom.emit(
@@ -110,6 +111,7 @@ DECLARE
     WHEN coalesce(aggregate_type, '') = '' OR coalesce(aggregate_id, '') = '' THEN 'the event has no aggregate'
     WHEN payload IS NULL THEN 'the event has no payload'
     WHEN occurred_at IS NULL THEN 'the event has no time'
+    WHEN occurred_at < '0001-01-01 00:00:00+00' THEN format('the time %s is before the year 1', occurred_at)
     WHEN coalesce(event_version, 0) NOT BETWEEN 1 AND 999999999
       THEN format('the version %s is not a number from 1 to 999999999', coalesce(event_version::text, 'null'))
     WHEN context = 'cmd' THEN 'the context cannot be ''cmd'': commands of every context begin with that word'

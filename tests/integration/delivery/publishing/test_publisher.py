@@ -303,6 +303,12 @@ async def test_a_batch_with_one_message_that_the_stream_has_goes_message_by_mess
         ("'sea', 'order', 'o', 'e', '{}', 0", "POL-047-001", "INVALID_OUTBOX: the version 0"),
         ("'sea', 'order', 'o', 'e', NULL", "POL-047-001", "INVALID_OUTBOX: the event has no payload"),
         (
+            "'sea', 'order', 'o', 'e', '{}', occurred_at => '0001-12-31 BC'",
+            "POL-047-001",
+            "INVALID_OUTBOX: the time .* BC",
+        ),
+        ("'sea', 'order', 'o', 'e', '{}', occurred_at => '-infinity'", "POL-047-001", "INVALID_OUTBOX: the time -inf"),
+        (
             "'sea', 'order', 'o', 'e', '{}', occurred_at => now() + interval '61 seconds'",
             "POL-047-002",
             "FUTURE_EVENT",
@@ -316,6 +322,16 @@ async def test_emit_refuses_what_breaks_a_policy_and_names_it(
         await office.pool.execute(f"SELECT postroom.emit({arguments})")
     assert (refused.value.sqlstate, refused.value.constraint_name) == ("23514", policy)
     assert await office.unpublished() == 0
+
+
+async def test_the_oldest_event_that_emit_takes_is_published_with_the_others(office: Any) -> None:
+    await office.add_stream()
+    emit = "SELECT postroom.emit($1, 'order', 'old', 'order_placed', '{}', occurred_at => '0001-01-01 00:00Z')::text"
+    ids = [await office.pool.fetchval(emit, office.context), await office.emit()]
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+    assert sorted(await office.ids()) == sorted(ids)
 
 
 LONGEST = "x" * 64
