@@ -19,7 +19,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
 _UNSAID: Final = "application/octet-stream"  # which many a client says of bytes that it knows nothing of
-_MOST_VALUES: Final = 200_000  # of any body but a batch: decoding more holds everybody up, for some 50 ms
+_MOST_VALUES: Final = 100_000  # of any body but a batch: decoding more holds everybody up, for up to 0.1 s
 ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
