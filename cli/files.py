@@ -1,5 +1,6 @@
 """Files that a command line names: how they are opened and read, and what is said of one that cannot be."""
 
+import errno
 import os
 import stat
 import sys
@@ -13,6 +14,8 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import sync
 
 MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
+
+_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of a file system without hard links
 
 
 @contextmanager
@@ -42,11 +45,17 @@ def new_file(file: Path) -> Iterator[BinaryIO]:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            file.hardlink_to(draft)
+            try:
+                file.hardlink_to(draft)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # the name is this one's now
+                Path(draft).replace(file)
         except FileExistsError:
             raise taken from None
         finally:
-            Path(draft).unlink()
+            Path(draft).unlink(missing_ok=True)
         sync(file.parent)
 
 

@@ -1,0 +1,54 @@
+"""New files that a command writes: whole under their name, or not at all, and never in the place of another."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from cli.files import new_file
+from postroom.chassis.exits import Exit, Fatal
+
+
+@pytest.fixture(params=["with", "without"])
+def directory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of a file system with hard links, or without, as on many sticks and shares."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if request.param == "without":
+        monkeypatch.setattr(os, "link", refuse)
+    return tmp_path
+
+
+def test_a_new_file_has_its_name_once_it_is_whole(directory: Path) -> None:
+    file = directory / "copy"
+    with new_file(file) as stream:
+        stream.write(b"whole")
+        stream.flush()
+        assert not file.exists()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"whole", 0o600)
+    assert list(directory.iterdir()) == [file]
+
+
+def test_a_file_that_came_meanwhile_stays(directory: Path) -> None:
+    file = directory / "copy"
+
+    def write() -> None:
+        with new_file(file) as stream:
+            stream.write(b"mine")
+            file.write_text("theirs")
+
+    with pytest.raises(Fatal, match="it exists; choose another name") as refused:
+        write()
+    assert (refused.value.exit_code, file.read_text()) == (Exit.IO_ERROR, "theirs")
+    assert list(directory.iterdir()) == [file]
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing(directory: Path) -> None:
+    with pytest.raises(ZeroDivisionError), new_file(directory / "copy"):
+        raise ZeroDivisionError
+    assert list(directory.iterdir()) == []
