@@ -1,6 +1,7 @@
 """`python -m broker [run|migrate|orphan-check|restored] --config FILE`: the broker's program.
 
-Each thing that it can be asked for is one call that returns an exit code.
+Each thing that it can be asked for is one call that returns an exit code, and imports what it alone needs: `postroom
+up` waits for the migration before it starts anything that serves.
 """
 
 import argparse
@@ -12,8 +13,6 @@ from typing import Any, Final
 
 from broker.config import BrokerConfig, events_kept, load_config
 from broker.database import QUERIES, check_version, migrate
-from broker.operator import keep_log
-from broker.server import run
 from postroom._wire.words import counted
 from postroom.chassis import logs, postgres, runtime, tracing
 from postroom.chassis.exits import Exit, Fatal
@@ -22,6 +21,8 @@ from postroom.worker.orphans import Violation, check
 
 async def run_broker(config: BrokerConfig) -> Exit:
     """Serve until a signal says stop."""
+    from broker.server import run  # noqa: PLC0415
+
     with tracing.exporting("postroom-broker"):
         await run(config)
     return Exit.OK
@@ -39,6 +40,8 @@ async def migrate_database(config: BrokerConfig) -> Exit:
 
 async def begin_incarnation(config: BrokerConfig) -> Exit:
     """Tell everybody that the database was restored: daemons compare what they sent, readers learn where to go on."""
+    from broker.operator import keep_log  # noqa: PLC0415
+
     async with postgres.connected(config.database_url) as connection:
         await check_version(connection)
         async with connection.transaction():
