@@ -28,9 +28,9 @@ async def handler() -> AsyncIterator[CountingHandler]:
 
 @pytest.fixture
 async def chain(
-    short_directory: Path, database_url: str, redis_url: str, handler: CountingHandler
+    short_directory: Path, database_url: str, redis_url: str, handler: CountingHandler, zygote: Zygote
 ) -> AsyncIterator[Chain]:
-    chain = Chain(short_directory, database_url, redis_url, handler.url)
+    chain = Chain(short_directory, database_url, redis_url, handler.url, zygote=zygote)
     try:
         await chain.open()
         yield chain

@@ -17,6 +17,7 @@ from nats.errors import Error
 from embedded import EmbeddedNats
 from postroom import AsyncClient, BrokerClient
 from support.mailroom import MESH, Mailroom, Process
+from support.zygote import Zygote
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUEUE = "queue:counter"  # whose commands the agent of `examples/counting_agent.py` takes
@@ -29,10 +30,18 @@ class Chain:
     """A mail room with all that comes behind it; `await open()` before use, `close()` after."""
 
     def __init__(
-        self, directory: Path, database_url: str, redis_url: str, handler_url: str, *, brokers: int = 1
+        self,
+        directory: Path,
+        database_url: str,
+        redis_url: str,
+        handler_url: str,
+        *,
+        brokers: int = 1,
+        zygote: Zygote | None = None,
     ) -> None:
         self.directory = directory
-        self.room = Mailroom(directory, database_url, redis_url, brokers=brokers)
+        self._zygote = zygote
+        self.room = Mailroom(directory, database_url, redis_url, brokers=brokers, zygote=zygote)
         self.nats = EmbeddedNats(directory / "nats")
         self._database_url = database_url
         self._handler_url = handler_url
@@ -125,7 +134,7 @@ class Chain:
         settings = {"DATABASE_URL": self._database_url, "NATS_URL": nats_url, "RECORD_CHECK_SECONDS": 0.5, **_QUICK}
         settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
         variables = _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1} | more)
-        return Process(self.directory, "postroom.worker", variables, "run")
+        return Process(self.directory, "postroom.worker", variables, "run", zygote=self._zygote)
 
     def consumer(self, nats_url: str, more: dict[str, object]) -> Process:
         """Return a consumer, which is not started yet."""
@@ -142,8 +151,8 @@ class Chain:
             **{f"CONSUMER_BACKOFF_{key}": value for key, value in _RETRIES.items()},
             **more,
         }
-        place = self._place("consumer")
-        return Process(place, "cli", _variables("CONSUMER", settings), "consumer", "run")
+        variables = _variables("CONSUMER", settings)
+        return Process(self._place("consumer"), "postroom.worker", variables, "consumer", zygote=self._zygote)
 
     def agent(self, nats_url: str) -> Process:
         """Return an agent, which is not started yet; those of a chain share a store."""
@@ -157,7 +166,8 @@ class Chain:
             **{f"BACKOFF_{key}": value for key, value in _RETRIES.items()},
         }
         variables = {"PYTHONPATH": EXAMPLES, **_variables("AGENT", settings)}
-        return Process(self._place("agent"), "cli", variables, "agent", "run", "counting_agent:Counter")
+        words = ["agent", "counting_agent:Counter"]
+        return Process(self._place("agent"), "postroom.worker", variables, *words, zygote=self._zygote)
 
     async def reader_ready(self) -> None:
         async with AsyncClient(self.reader_socket, patience=60) as client:
@@ -173,7 +183,7 @@ class Chain:
             "NATS_URL": nats_url,
             **_QUICK,
         }
-        return Process(self._place("reader"), "daemon", _variables("DAEMON", settings))
+        return Process(self._place("reader"), "daemon", _variables("DAEMON", settings), zygote=self._zygote)
 
     def _place(self, name: str) -> Path:
         place = self.directory / f"{name}-log"

@@ -14,6 +14,7 @@ import pytest
 from support.databases import create
 from support.mailroom import Mailroom
 from support.terminal import Outcome, Terminal
+from support.zygote import shared
 
 from broker_client import BrokerClientSettings, BrokerLink
 from embedded import EmbeddedPostgres, EmbeddedRedis
@@ -30,7 +31,7 @@ def mailroom(
     directory.mkdir()
     with asyncio.Runner() as runner:
         runner.run(create(postgres_server, "administration"))
-        room = Mailroom(directory, postgres_server.url_of("administration"), redis_server.url)
+        room = Mailroom(directory, postgres_server.url_of("administration"), redis_server.url, zygote=shared())
         runner.run(room.open())
     yield room
     room.close()

@@ -21,6 +21,7 @@ from support.databases import create
 from support.mailroom import MESH, Mailroom, Process, worker
 from support.terminal import Outcome, Terminal
 from support.waiting import wait_until
+from support.zygote import shared
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient
@@ -49,6 +50,7 @@ class Office:
                 "POSTROOM_DAEMON_BROKER_URL": room.broker_urls[0],
                 "POSTROOM_DAEMON_BROKER_TOKEN_FILE": room.directory / "bob.token",
             },
+            zygote=shared(),
         )
 
     def with_token(self, name: str, **environment: str) -> Terminal:
@@ -96,7 +98,7 @@ def office(session_directory: Path, postgres_server: EmbeddedPostgres, redis_ser
     run(create(postgres_server, "status"))
     server = EmbeddedNats(directory / "nats")
     url = server.start()
-    room = Mailroom(directory, database, redis_server.url)
+    room = Mailroom(directory, database, redis_server.url, zygote=shared())
     room.brokers[0].settle({"POSTROOM_BROKER_NATS_URL": url})
     run(room.open())
     office = Office(room, url, database)

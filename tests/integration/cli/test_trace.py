@@ -30,6 +30,7 @@ from support.handlers import Call, serving
 from support.mailroom import MESH, LoneDaemon, Mailroom, Process, worker
 from support.terminal import Terminal
 from support.waiting import wait_until
+from support.zygote import shared
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from embedded.processes import tethered
@@ -161,7 +162,7 @@ def office(
     directory.mkdir(mode=0o711)
     _run(create(postgres_server, "trace"))
     database = postgres_server.url_of("trace")
-    room = Mailroom(directory, database, redis_server.url, brokers=2)
+    room = Mailroom(directory, database, redis_server.url, brokers=2, zygote=shared())
     room.brokers[0].settle({"POSTROOM_BROKER_NATS_URL": nats_server.url})
     room.brokers[1].settle({"POSTROOM_BROKER_LIMITER_PER_MEMBER": 1, "POSTROOM_BROKER_LIMITER_WINDOW_SECONDS": 3600})
     room.daemon.settle({"POSTROOM_DAEMON_NATS_URL": nats_server.url})
@@ -214,7 +215,7 @@ def consuming(office: Office, durable: str, url: str, event: str = "orders") -> 
     place = office.directory / durable
     place.mkdir()
     variables = {f"POSTROOM_CONSUMER_{name}": value for name, value in settings.items()}
-    process = Process(place, "cli", variables, "consumer", "run")
+    process = Process(place, "postroom.worker", variables, "consumer", zygote=shared())
     process.start()
     yield
     process.kill()
@@ -301,7 +302,7 @@ def test_a_row_that_died_on_a_daemon_is_told_of_on_every_host(office: Office) ->
 
 
 def test_what_died_while_the_broker_was_away_is_reported_when_it_is_back(office: Office, short_directory: Path) -> None:
-    daemon = LoneDaemon(short_directory)
+    daemon = LoneDaemon(short_directory, zygote=shared())
     _run(daemon.start())
     try:
         user = office.at(daemon.socket)
@@ -344,7 +345,7 @@ def test_a_row_that_was_requeued_twice_is_one_story_under_each_of_its_ids(office
 def test_what_cannot_reach_a_broker_waits_for_it_and_an_operator_may_hold_it(
     office: Office, short_directory: Path
 ) -> None:
-    daemon = LoneDaemon(short_directory)
+    daemon = LoneDaemon(short_directory, zygote=shared())
     _run(daemon.start())
     try:
         user = office.at(daemon.socket)
@@ -362,7 +363,9 @@ def test_what_cannot_reach_a_broker_waits_for_it_and_an_operator_may_hold_it(
 
 def test_what_is_rate_limited_says_so_and_when_it_is_posted_again(office: Office, short_directory: Path) -> None:
     token = office.directory / "alice.token"
-    daemon = LoneDaemon(short_directory, BROKER_URL=office.room.broker_urls[1], BROKER_TOKEN_FILE=token)
+    daemon = LoneDaemon(
+        short_directory, zygote=shared(), BROKER_URL=office.room.broker_urls[1], BROKER_TOKEN_FILE=token
+    )
     _run(daemon.start())
     try:
         user = office.at(daemon.socket)
@@ -557,7 +560,7 @@ def test_a_request_that_an_agent_took_and_answered_is_told_from_both_ends(workin
         "POSTROOM_AGENT_STATE_DIRECTORY": str(tmp_path),
         "PYTHONPATH": str(EXAMPLES),
     }
-    agent = Process(tmp_path, "cli", settings, "agent", "run", "nightly_export:Extract")
+    agent = Process(tmp_path, "postroom.worker", settings, "agent", "nightly_export:Extract", zygote=shared())
     agent.start()
     try:
         working.until_told(job, "job")
@@ -591,7 +594,7 @@ def test_what_an_agent_emitted_is_told_on_any_host_with_what_caused_it(working: 
         "POSTROOM_AGENT_STATE_DIRECTORY": str(tmp_path),
         "PYTHONPATH": str(EXAMPLES),
     }
-    agent = Process(tmp_path, "cli", settings, "agent", "run", "counting_agent:Counter")
+    agent = Process(tmp_path, "postroom.worker", settings, "agent", "counting_agent:Counter", zygote=shared())
     elsewhere = working.at(None)
     with handler(_judge) as url, consuming(working, "counted", url, "command_counted"):
         agent.start()
@@ -635,7 +638,9 @@ def test_what_one_agent_sent_to_another_is_joined_from_both_ends_while_they_run(
                 "PYTHONPATH": str(tmp_path),
             }
             (tmp_path / name).mkdir()
-            agent = Process(tmp_path / name, "cli", settings, "agent", "run", f"relay_race:{name}")
+            agent = Process(
+                tmp_path / name, "postroom.worker", settings, "agent", f"relay_race:{name}", zygote=shared()
+            )
             agent.start()
             running.callback(agent.kill)
             agents[name] = agent

@@ -12,6 +12,7 @@ import nats
 import pytest
 from support.mailroom import MESH, Mailroom, Process
 from support.receiving import received
+from support.zygote import Zygote
 
 from postroom import AsyncClient, BrokerClient, InboxMessage
 from postroom.delivery.subjects import stream_name
@@ -36,9 +37,9 @@ async def nats_of_mesh(nats_url: str) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def mailroom(
-    short_directory: Path, database_url: str, redis_url: str, nats_of_mesh: str
+    short_directory: Path, database_url: str, redis_url: str, nats_of_mesh: str, zygote: Zygote
 ) -> AsyncIterator[Mailroom]:
-    room = Mailroom(short_directory, database_url, redis_url)
+    room = Mailroom(short_directory, database_url, redis_url, zygote=zygote)
     room.daemon.settle({"POSTROOM_DAEMON_NATS_URL": nats_of_mesh})
     place = short_directory / "worker"
     place.mkdir()
@@ -46,7 +47,7 @@ async def mailroom(
         "POSTROOM_WORKER_DATABASE_URL": database_url,
         "POSTROOM_WORKER_NATS_URL": nats_of_mesh,
     }
-    worker = Process(place, "postroom.worker", settings, "run")
+    worker = Process(place, "postroom.worker", settings, "run", zygote=zygote)
     await room.open()
     worker.start()
     yield room

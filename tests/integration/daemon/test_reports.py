@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from support.mailroom import MEMBER, MESH, TOPIC, Mailroom
 from support.waiting import until_so
+from support.zygote import Zygote
 
 from postroom import AsyncClient, BrokerClient
 from postroom._wire.programs import PROGRAMS, Program, ProgramsQuery
 
 
 @pytest.fixture
-async def room(short_directory: Path, database_url: str, redis_url: str) -> AsyncIterator[Mailroom]:
-    room = Mailroom(short_directory, database_url, redis_url)
+async def room(short_directory: Path, database_url: str, redis_url: str, zygote: Zygote) -> AsyncIterator[Mailroom]:
+    room = Mailroom(short_directory, database_url, redis_url, zygote=zygote)
     await room.open()
     yield room
     room.close()
