@@ -28,6 +28,7 @@ from postroom._wire.administration import CallerRole
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.grouped import Grouped
 from postroom.chassis.postgres import CONNECT_SECONDS
+from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted
 
 MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
@@ -232,9 +233,8 @@ class _Refusals:
 
 
 def _bearer(request: web.Request) -> bytes:
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    token = token.strip()
-    if scheme.lower() != "bearer" or not token:
+    token = bearer_token(request)
+    if not token:
         raise NotPermitted.of("missing_token", "the request needs `Authorization: Bearer <token>`")
     if len(token) > _MAX_TOKEN or not token.isascii():
         raise _nobodys()

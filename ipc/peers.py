@@ -37,6 +37,7 @@ from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.message import PreparedSend
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory, replace_private, user_name
+from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -192,8 +193,7 @@ class TcpGuard:
                 "foreign_origin",
                 "a page of another origin may not use this socket: use a program, or a page of localhost",
             )
-        scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        if scheme.lower() != "bearer" or not self._token.matches(token.strip()):
+        if not self._token.matches(bearer_token(request)):
             _log.warning("local_token_refused", path=request.path[:200])
             raise NotPermitted.of("unauthorized", "a request over TCP needs Authorization: Bearer <local token>")
 

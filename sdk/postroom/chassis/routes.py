@@ -140,6 +140,13 @@ def is_media(header: str, media: str) -> bool:
     return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
 
 
+def bearer_token(request: web.BaseRequest) -> str:
+    """Return the token of a request; empty where it has none, or more than one `Authorization`."""
+    given = request.headers.getall("Authorization", [])
+    scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     """Decode the query string into `query`; an unknown or repeated parameter is a 400 that names it."""
     pairs = list(request.query.items())

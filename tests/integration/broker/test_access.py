@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+from multidict import CIMultiDict
 
 from broker.app import routes
 from broker.authentication import Authentication, digest
@@ -267,6 +268,13 @@ async def test_a_token_counts_only_as_a_bearer_token(broker: Any, scheme: str) -
     alice = broker.member("alice")
     headers = {"Authorization": f"{scheme} {alice.token}"}
     async with broker.session.get(f"{broker.url}/v1/features", headers=headers) as answer:
+        assert (answer.status, (await answer.json())["code"]) == (401, "missing_token")
+
+
+async def test_two_tokens_are_none(broker: Any) -> None:
+    alice = broker.member("alice")
+    both = CIMultiDict([("Authorization", f"Bearer {alice.token}"), ("Authorization", "Bearer another")])
+    async with broker.session.get(f"{broker.url}/v1/features", headers=both) as answer:
         assert (answer.status, (await answer.json())["code"]) == (401, "missing_token")
 
 

@@ -49,6 +49,16 @@ async def test_any_other_authorization_is_a_401(room: Any, token: str, field: st
     assert (reply.status, reply.json["code"]) == (401, "unauthorized")
 
 
+async def test_two_tokens_are_none(room: Any, token: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", room.port)
+    given = f"Authorization: Bearer {token}\r\n".encode()
+    head = encode("GET", "/v1/version", None, {"Host": "localhost", "Authorization": f"Bearer {token}"})
+    writer.write(head.replace(given, given + b"Authorization: Bearer another\r\n"))
+    reply = parse(await reader.read())
+    writer.close()
+    assert (reply.status, reply.json["code"]) == (401, "unauthorized")
+
+
 async def test_an_authorization_that_is_no_text_is_a_401(room: Any) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", room.port)
     head = encode("GET", "/v1/version", None, {"Host": "localhost", "Authorization": "Bearer ?"})
