@@ -231,8 +231,12 @@ def test_a_killed_process_is_started_again(stack: Stack, name: str) -> None:
     assert killed is not None
     assert killed.end((signal.SIGKILL, SECONDS))
     assert wait_until(lambda: program.process not in {None, killed}, SECONDS)
-    done = run("send", "topic:orders", f"after {name}", "--wait", environ=environment(stack.layout))
-    assert done.returncode == 0, done.stderr + stack.layout.log_file.read_text()
+
+    def arrives() -> bool:  # a process is not ready as soon as it is there: who sends to no daemon sends again
+        words = ["topic:orders", f"after {name}", "--id", f"up-after-{name}", "--wait"]
+        return run("send", *words, environ=environment(stack.layout)).returncode == 0
+
+    assert wait_until(arrives, SECONDS), stack.layout.log_file.read_text()
 
 
 def test_status_names_the_log_of_a_program_that_has_ended(stack: Stack) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from itertools import count
 from pathlib import Path
 
 from nats.js import JetStreamContext
@@ -19,12 +20,14 @@ from support.zygote import Zygote
 
 from postroom import AsyncClient
 
-MESSAGES = 400
+MESSAGES = 80  # before each start
+SECONDS = 60.0  # far more than a daemon takes to its end
+PAUSE = 0.05  # seconds between two messages that come later
 KILLS = 5  # at each point
 POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "after-settle")
 
 FATAL = """
-import os, signal, sqlite3, sys
+import os, signal, sys
 import daemon.receiver as filing
 from postroom.chassis.store import Transactor
 from daemon.__main__ import main
@@ -60,15 +63,6 @@ sys.exit(main([]))
 """
 
 
-async def killed(daemon: LoneDaemon, point: str, call: int) -> None:
-    """Run the daemon until its own kill at the `call`-th time that it reaches `point`."""
-    process = Process(daemon.state.parent, "daemon", daemon.environment)
-    process._command = [sys.executable, "-c", FATAL, point, str(call)]
-    process.start()
-    assert process._running is not None
-    assert await asyncio.to_thread(process._running.wait, 30) == -9, process.log()
-
-
 async def test_each_message_is_filed_once_whatever_kills_the_daemon(
     short_directory: Path, nats_url: str, zygote: Zygote
 ) -> None:
@@ -86,14 +80,24 @@ async def kill_at(point: str, directory: Path, nats_url: str, zygote: Zygote) ->
 
 
 async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: str) -> None:
-    expected = [f"id-{number}" for number in range(1, MESSAGES + 1)]
+    numbers = count(1)
     for kill in range(1, KILLS + 1):
-        first = (kill - 1) * MESSAGES // KILLS + 1
-        await publish(js, [message(number, mesh=mesh) for number in range(first, kill * MESSAGES // KILLS + 1)])
-        await killed(daemon, point, _call(point, kill))
+        await publish(js, [message(next(numbers), mesh=mesh) for _ in range(MESSAGES)])
+        process = Process(daemon.state.parent, "daemon", daemon.environment)
+        process._command = [sys.executable, "-c", FATAL, point, str(_call(point, kill))]
+        process.start()
+        try:
+            async with asyncio.timeout(SECONDS):
+                while process.running:  # one batch may hold all that was published: the fatal one comes with the next
+                    await publish(js, [message(next(numbers), mesh=mesh)])
+                    await asyncio.sleep(PAUSE)
+        finally:
+            process.kill()
+        assert process.exit_code == -9, process.log()
+    expected = [f"id-{number}" for number in range(1, next(numbers))]
     await daemon.start()
     async with AsyncClient(daemon.socket) as client:
-        found = [each.client_message_id for each in await received(client, MESSAGES)]
+        found = [each.client_message_id for each in await received(client, len(expected))]
     assert sorted(found) == sorted(expected)
     assert daemon.process.stop() == 0
     assert ids_in(daemon.state) == found
