@@ -137,7 +137,7 @@ class Posting:
 
     async def relay(self, batch: Sequence[ClaimedRow]) -> None:
         """Post `batch` and settle it; posting twice is harmless, since the broker keeps a dedupe row of what it has."""
-        pauses, started, began = self._availability.pauses, self._clock(), time.time_ns()
+        pauses, at, began, started = self._availability.pauses, self._clock(), time.time_ns(), time.monotonic()
         self.under_way += 1
         try:
             answers = await self._link.accept(batch)
@@ -149,11 +149,11 @@ class Posting:
         finally:
             self.under_way -= 1
             self._ended()
-        took = self._clock() - started
-        self.counters.batch(result, outcomes, took / 1000)
+        took = time.monotonic() - started  # the clock may have been set meanwhile
+        self.counters.batch(result, outcomes, took)
         if spans.wanted():
             _record(batch, settlements, began)
-        await self.settle(settlements, Post(started, took, self._link.address))
+        await self.settle(settlements, Post(at, round(took * 1000), self._link.address))
 
     async def settle(self, settlements: Sequence[Settlement], post: Post | None = None) -> None:
         """Store the settlements in one transaction; while the disk is full, try again until it is not.
@@ -208,7 +208,7 @@ class Posting:
             return [Outcome.FAILED], [backed_off(batch[0], reason, self._waits, answered=answered)]
         if not to_blame:
             self._availability.failed(error, pauses, now)
-        wait = 0 if to_blame or busy else max(0, self._availability.resume_at - now)  # ms, until the pause is over
+        wait = 0 if to_blame or busy else round(self._availability.pause_left(now) * 1000)
         if suspicious:
             wait += wait // SUSPECTS_LATER
         settlements = [returned(row, reason, wait_ms=wait, answered=answered) for row in batch]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.relaying import ids_of, rows_of, whole
 from support.waiting import until
@@ -44,6 +46,31 @@ async def test_a_clock_that_is_wrong_for_a_moment_kills_nothing_and_delays_nothi
     scripted_broker.date = here.clock.now_ms
     await sent(scripted_broker, answers)
     assert {row.status for row in await here.settled(*rows, "meanwhile")} == {"done"}
+
+
+async def test_a_post_that_fails_behind_a_clock_that_was_ahead_when_another_did_is_repeated_soon(
+    scripted_broker, station, answers
+):
+    scripted_broker.judge = lambda _: whole(503)
+    here = await station(scripted_broker.url, batch_messages=1, backoff_most_seconds=1)
+    scripted_broker.date = None  # the answers of an outage come from somebody else
+    here.run()
+    gates = []
+    for posts, name in enumerate(("ahead", "behind"), start=1):
+        scripted_broker.gate = asyncio.Event()
+        gates.append(scripted_broker.gate)
+        await here.send(name)
+        await scripted_broker.until(lambda posts=posts: len(scripted_broker.batches) == posts)
+    ahead, behind = gates
+    here.clock.jump(YEARS)
+    ahead.set()
+    await until(lambda: here.relay.status().state == "waiting")
+    here.clock.jump(-YEARS)
+    behind.set()
+    await until(lambda: here.relay.counters.batches["broker_failed"] >= 2)
+    scripted_broker.date = here.clock.now_ms
+    await sent(scripted_broker, answers)
+    assert {row.status for row in await here.settled("ahead", "behind")} == {"done"}
 
 
 @pytest.mark.parametrize("hours", [FORTY_DAYS, YEARS, -YEARS])
