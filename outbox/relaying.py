@@ -116,9 +116,12 @@ class Claim(NamedTuple):
         return chosen, size, more
 
 
-def shorten_waits(transaction: Transaction, walked: WalkedPast) -> None:
-    """Let no row wait until the time of its next attempt by a clock that was ahead when it was set."""
-    latest = transaction.now + _LONGEST_WAIT
+def shorten_waits(transaction: Transaction, walked: WalkedPast, *, seen: bool) -> None:
+    """Let no row wait until the time of its next attempt by a clock that was ahead when it was set.
+
+    Where the clock was `seen` to be set back, that is every row; at a start it may be none.
+    """
+    latest = transaction.now + (0 if seen else _LONGEST_WAIT)
     if transaction.execute(_QUERIES["shorten_waits"], {"now": transaction.now, "latest": latest}):
         walked.forget()
 

@@ -180,7 +180,7 @@ class Transactor(store.Transactor):
                     max_bytes=self._max_bytes,
                 )
                 if set_back:
-                    shorten_waits(here, self._walked)
+                    shorten_waits(here, self._walked, seen=self._latest < sys.maxsize)
                 outcomes: list[Outcome] = []
                 for is_accept, neighbours in groupby(group, key=lambda operation: isinstance(operation, Accept)):
                     if is_accept:

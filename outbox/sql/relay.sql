@@ -8,7 +8,7 @@ WHERE seq IN (
 );
 
 -- name: shorten_waits
--- After the clock was set back: rows that wait for longer than any backoff are due, or when their sender said.
+-- After the clock was set back: rows that wait beyond :latest are due, or when their sender said.
 UPDATE outbox
 SET next_attempt_at = max(:now, coalesce(not_before, 0)),
     lane = CASE WHEN not_before > :now THEN 3 WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END

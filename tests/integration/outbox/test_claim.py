@@ -177,6 +177,16 @@ async def test_what_waits_by_a_clock_that_was_ahead_is_due_once_it_is_set_back(
     await outbox.close()
 
 
+async def test_also_where_it_was_ahead_by_minutes(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send())
+    clock.forward(30 * 60)
+    (row,) = await outbox.claim()
+    await outbox.settle([retry(row.row_id, 60_000)])
+    assert await ids(outbox) == []
+    clock.forward(-30 * 60)
+    assert await ids(outbox) == ["id-1"]
+
+
 async def test_where_nothing_was_left_and_nothing_came_no_claim_looks_again_for_a_second(
     outbox: Outbox, clock: Clock
 ) -> None:
