@@ -118,6 +118,11 @@ _encode_send: Final = msgspec.json.Encoder().encode
 _encode_envelope: Final = msgspec.json.Encoder().encode
 
 
+def read_traceparent(given: str | None) -> str | None:
+    """Return a traceparent as it came; what is not as W3C Trace Context has it is none."""
+    return given if given and TRACEPARENT.fullmatch(given) else None
+
+
 def refuse(code: str, detail: str, field: str | None = None) -> NoReturn:
     """Raise the `InvalidMessage` that says what is wrong with which field."""
     raise InvalidMessage.of(code, detail, field=field)
@@ -158,7 +163,7 @@ def prepare(
         meta=meta,
         priority=request.priority,
         reply_to=request.reply_to,
-        traceparent=traceparent if traceparent and TRACEPARENT.fullmatch(traceparent) else None,
+        traceparent=read_traceparent(traceparent),
     )
     checked = check_envelope(envelope, max_body_bytes=max_body_bytes)
     return PreparedSend(

@@ -11,7 +11,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from postroom._wire.administration import HistoryMessage
-from postroom._wire.message import TRACEPARENT
+from postroom._wire.message import read_traceparent
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
 
@@ -56,8 +56,7 @@ class Delivery(NamedTuple):
     @property
     def traceparent(self) -> str | None:
         """The trace that it is of; what is not as W3C Trace Context has it is none."""
-        given = self.headers.get("traceparent", "")
-        return given if TRACEPARENT.fullmatch(given) else None
+        return read_traceparent(self.headers.get("traceparent"))
 
     def most_attempts(self, max_deliver: int) -> int:
         """Return how many attempts there are at a consumer that allows `max_deliver`."""

@@ -23,6 +23,7 @@ import asyncpg
 import msgspec
 
 from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.message import read_traceparent
 from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom._wire.unpublished import (
     Dropped,
@@ -77,13 +78,13 @@ def _event(row: asyncpg.Record) -> Outgoing:
         "X-Event-Version": str(row["event_version"]),
         "X-Occurred-At": row["occurred_at"].isoformat(),
     }
-    for name, column in (
-        ("X-Correlation-Id", "correlation_id"),
-        ("X-Causation-Id", "causation_id"),
-        ("traceparent", "traceparent"),
+    for name, value in (
+        ("X-Correlation-Id", row["correlation_id"]),
+        ("X-Causation-Id", row["causation_id"]),
+        ("traceparent", read_traceparent(row["traceparent"])),  # it is the application's, and was not looked at before
     ):
-        if row[column] is not None:
-            headers[name] = str(row[column])
+        if value is not None:
+            headers[name] = str(value)
     return _outgoing(row, row["id"], row["body"].encode(), headers)
 
 

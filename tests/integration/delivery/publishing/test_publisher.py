@@ -65,6 +65,17 @@ async def test_an_event_is_published_with_its_headers_and_marked(office: Any) ->
     )  # fmt: skip
 
 
+async def test_what_is_no_traceparent_is_not_published(office: Any) -> None:
+    emit = "SELECT postroom.emit($1, 'order', 'o-1', 'order_placed', '{}', 1, NULL, NULL, $2)::text"
+    await office.add_stream()
+    for malformed in (TRACE.upper(), f"{TRACE}\n", "nonsense", ""):
+        await office.pool.fetchval(emit, office.context, malformed)
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+    assert [message.headers.get("traceparent") for message in await office.messages()] == [None] * 4
+
+
 async def test_a_publish_of_a_message_with_a_trace_is_a_span(office: Any, recorded: InMemorySpanExporter) -> None:
     emit = "SELECT postroom.emit($1, 'order', $2, $3, '{}', 1, NULL, NULL, $4)::text"
     await office.add_stream()
