@@ -171,11 +171,12 @@ def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: Re
     """Return how long to pause after `failures` failures in a row, at least as long as the broker asked for.
 
     After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all whom it turned away
-    together would come back together.
+    together would come back together; none waits longer for that than docs/contract/send.md#send-66 allows.
     """
     if REACTIONS[error.failure].busy:
-        twice = 2 * (error.retry_after or RETRY_AFTER_LEAST)
-        return Backoff(twice, twice, least=0.5).seconds(1, rng.random)
+        asked = error.retry_after or RETRY_AFTER_LEAST
+        longest = clamp_retry_after(2 * asked)
+        return Backoff(longest, longest, least=asked / longest).seconds(1, rng.random)
     return max(settings.backoff.seconds(failures, rng.random), error.retry_after or 0)
 
 

@@ -89,7 +89,7 @@ def test_an_answer_ends_the_pause_and_the_degradation():
     assert (state.degraded, state.reason, state.resume_at, state.probing) == (False, None, 0, False)
 
 
-@pytest.mark.parametrize(("asked", "least", "most"), [(None, 1, 2), (1, 1, 2), (30, 30, 60)])
+@pytest.mark.parametrize(("asked", "least", "most"), [(None, 1, 2), (1, 1, 2), (30, 30, 60), (600, 600, 900)])
 def test_what_a_busy_broker_asks_for_is_spread_and_never_cut_short(asked, least, most):
     pauses = [pause_seconds(failed(Failure.OVERLOADED, asked), 0, Random(n), RelaySettings()) for n in range(200)]
     assert least <= min(pauses) < least * 1.1
