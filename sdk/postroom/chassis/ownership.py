@@ -8,10 +8,12 @@ Users are named as the system knows them: no variable of the environment changes
 """
 
 import errno
+import fcntl
 import grp
 import os
 import pwd
 import stat
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -85,21 +87,28 @@ def open_private(path: Path, flags: int = os.O_RDWR) -> int:
 def replace_private(file: Path, content: str, *, for_owner: bool = False) -> None:
     """Put `content` in the place of a file of a program's own (0600): whole and on disk, or not at all.
 
-    The file is this user's, or `for_owner` of its directory. Raises `OSError`.
+    Who does so at once does it in turn. The file is this user's, or `for_owner` of its directory. Raises `OSError`.
     """
     draft = file.with_name(f"{file.name}.new")
-    descriptor = open_private(draft, os.O_WRONLY | os.O_TRUNC)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    while True:
+        descriptor = open_private(draft, os.O_WRONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # one that a killed program left is free
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), draft.lstat()):
+                break
+        os.close(descriptor)  # another program's, which is the file by now
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:  # closed last: that ends this one's turn
+        try:
+            stream.truncate()
             if for_owner:
                 hand_over(descriptor, file.parent)
             stream.write(content)
             stream.flush()
             os.fsync(descriptor)
-        draft.replace(file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+            draft.replace(file)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
     sync(file.parent)
 
 

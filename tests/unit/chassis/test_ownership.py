@@ -45,6 +45,14 @@ def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"file", "taken"}
 
 
+def test_who_replace_a_private_file_at_once_all_succeed(tmp_path: Path) -> None:
+    file, contents = tmp_path / "file", [f"{number}" * 1000 for number in range(10)] * 20
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda content: replace_private(file, content), contents))
+    assert file.read_text("utf-8") in contents
+    assert [*tmp_path.iterdir()] == [file]
+
+
 @pytest.mark.parametrize(("umask", "parent_mode"), [(0o000, 0o755), (0o022, 0o755), (0o077, 0o700)])
 def test_a_private_directory_lies_where_nobody_else_writes(tmp_path: Path, umask: int, parent_mode: int) -> None:
     directory = tmp_path / "a" / "b" / "c"
