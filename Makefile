@@ -15,6 +15,9 @@ AXE_SHA512 := 5e6edba515e70d25f6604d9815f064d859c5d1ea7ab661bbc4f87c88779ef0c21c
 RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	--no-annotate --no-emit-package postroom
 
+# The tests start thousands of programs, and without this each would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lock wheels release demo test test-fast check format docs site bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
 
