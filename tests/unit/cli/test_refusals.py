@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import pytest
-
 ROOT: Final = Path(__file__).parents[3]
 ROOMS: Final = ("outbox", "inbox", "ipc", "broker", "broker_client", "daemon", "cli", "embedded", "pipeline")
 LIBRARY: Final = (
@@ -154,13 +152,7 @@ def said(node: ast.AST, known: dict[str, str]) -> str:  # noqa: PLR0911 - one fo
     return ""
 
 
-REFUSALS: Final = list(refusals())
-
-
-def test_the_product_refuses_a_lot() -> None:
-    assert len(REFUSALS) > 200
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: f"{refusal.place} {refusal.code}")
-def test_every_refusal_says_what_to_do_next(refusal: Refusal) -> None:
-    assert NEXT.search(refusal.text), refusal.text
+def test_every_refusal_says_what_to_do_next() -> None:
+    found = list(refusals())
+    assert len(found) > 200
+    assert [refusal for refusal in found if not NEXT.search(refusal.text)] == []
