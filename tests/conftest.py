@@ -41,6 +41,7 @@ from postroom._wire import spans
 _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
 _SPARK = "spark"  # the folder
+_PAGES = "tests/acceptance/test_docs.py"  # each page has a mail room of its own
 _JAVA_OPTIONS = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 )
@@ -69,10 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadFileScheduling):
-    """Hands each file to one worker, and all of Spark's tests too: each worker would start a Spark of its own."""
+    """Hands each file to one worker, and all of Spark's tests too: each worker would start a Spark of its own.
+
+    The pages of the docs go out one by one, since in one worker they would be what the others wait for.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        if file == _PAGES:
+            return nodeid
         return _SPARK if Path(file).parent.name == _SPARK else file
 
 
