@@ -162,7 +162,7 @@ async def _page(
         except (ValueError, OverflowError):
             raise invalid_cursor() from None
     found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
-    if not found and mesh is not None:
+    if not found:
         await check_mesh(connection, mesh)
     if len(found) <= limit:
         return found, None

@@ -23,6 +23,7 @@ from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError, Problem, Unavailable
+from postroom.ledger.operating import check_mesh
 
 READ: Final = (400, 401, 403, 404, 503)  # what may be wrong with a question
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and with a change
@@ -150,5 +151,7 @@ class OperatorLog:
         wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_operations"], *wanted, mesh, OF_MESH)
+            if not rows:
+                await check_mesh(connection, mesh)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
         return json_response(LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None))

@@ -19,6 +19,7 @@ from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, Progr
 from postroom.chassis.routes import decode_query, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting
 from postroom.delivery.programs import PostgresReports, keep_report, list_minutes, list_programs
+from postroom.ledger.operating import check_mesh
 
 _READY_SECONDS: Final = 2.0
 
@@ -40,7 +41,10 @@ class Programs:
         """`GET /v1/programs`: a member sees the daemons of its mesh."""
         mesh = any_mesh(request[PRINCIPAL], decode_query(request, ProgramsQuery).mesh)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            return json_response(ProgramPage(programs=await list_programs(connection, mesh)))
+            programs = await list_programs(connection, mesh)
+            if not programs:
+                await check_mesh(connection, mesh)
+        return json_response(ProgramPage(programs=programs))
 
 
 class Minutes:

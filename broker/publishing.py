@@ -43,6 +43,7 @@ from postroom.delivery.publishing.postgres import (
     redrive,
 )
 from postroom.errors import InvalidMessage, PostroomError
+from postroom.ledger.operating import check_mesh
 
 
 class Unpublished:
@@ -98,15 +99,15 @@ class Consumers:
             begun = await count_begun(connection)
         page = ConsumerPage(pausing=[Pause(consumer=name, error=error) for name, error in found.items()])
         async with self._nats.opened(BRIEFLY) as (js, unread):
-            if js is None:
-                page.unread = unread
-                return json_response(page)
+            page.unread = unread
             try:
-                page.consumers = await list_durables(js, meshes, begun, found, oldest=True)
+                page.consumers = [] if js is None else await list_durables(js, meshes, begun, found, oldest=True)
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
-        if query.last:
-            async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            if not page.consumers:
+                await check_mesh(connection, query.mesh)
+            if query.last:
                 page.consumers = await with_past(connection, page.consumers, query.last)
         return json_response(page)
 

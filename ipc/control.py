@@ -13,7 +13,7 @@ from aiohttp import web
 from ipc.connection import Answer, BodyReader, Request, json_answer
 from ipc.services import Services
 from outbox import to_datetime
-from postroom._wire.message import parse_destination
+from postroom._wire.message import check_destination
 from postroom._wire.operations import PauseRequest, ResumeRequest
 from postroom._wire.sends import Health, Ready, Version
 from postroom._wire.words import counted
@@ -116,10 +116,8 @@ class RelayDesk:
 
     async def _set(self, request: Request, kind: type[PauseRequest | ResumeRequest]) -> web.StreamResponse:
         asked = await self._reader.decode(request, kind)
-        if asked.destination is not None:
-            parse_destination(asked.destination, "destination")
         await self._outbox.set_relay_control(
-            asked.destination,
+            check_destination(asked.destination),
             paused=isinstance(asked, PauseRequest),
             rate_per_second=asked.rate_per_second if isinstance(asked, ResumeRequest) else None,
             caller=request.caller,

@@ -19,6 +19,7 @@ from aiohttp import web
 from inbox import MessageFilter, StoredMessage
 from ipc.connection import Request, json_answer
 from ipc.services import Services
+from postroom._wire.message import check_destination
 from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain
@@ -45,7 +46,7 @@ class InboxDesk:
     async def list(self, request: Request) -> web.StreamResponse:
         """List received messages, oldest first and page by page."""
         query = decode_query(request, InboxQuery)
-        wanted = MessageFilter(query.sender, query.destination)
+        wanted = MessageFilter(query.sender, check_destination(query.destination))
         async with self._turn(request):
             page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
         size = _size(page.messages)
@@ -61,7 +62,7 @@ class InboxDesk:
     async def events(self, request: Request) -> web.StreamResponse:
         """Stream messages as they are filed, until the reader goes or the daemon stops."""
         query = decode_query(request, EventsQuery)
-        wanted = MessageFilter(query.sender, query.destination)
+        wanted = MessageFilter(query.sender, check_destination(query.destination))
         inbox = self._services.inbox.opened()
         with self._reader(request):
             async with self._turn(request):

@@ -14,7 +14,7 @@ from ipc.connection import BodyReader, Request, json_answer
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms
-from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare
+from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, check_destination, prepare
 from postroom._wire.nouns import LogPage, LogQuery
 from postroom._wire.operations import (
     MAX_PAGE,
@@ -183,6 +183,7 @@ class OutboxDesk:
 
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._reader.decode(request, BulkRequest)
+            check_destination(asked.filter.destination)
             if asked.force and not VERBS[verb].retires:
                 retiring = " and ".join(sorted(name for name, each in VERBS.items() if each.retires))
                 detail = f"force is only for verbs that retire rows, {retiring}: omit it"
@@ -216,6 +217,7 @@ def _id(request: Request) -> str:
 
 
 def _filter(query: ListQuery) -> RowFilter:
+    check_destination(query.destination)
     return msgspec.convert(query, RowFilter, from_attributes=True)
 
 

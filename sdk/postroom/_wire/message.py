@@ -286,6 +286,13 @@ def parse_destination(text: str, field: str = "to") -> Destination:
     return Destination(kind, ref)  # type: ignore[arg-type]
 
 
+def check_destination(text: str | None) -> str | None:
+    """Return the destination that a filter names, if any; raises `InvalidMessage` for what is none."""
+    if text is not None:
+        parse_destination(text, "destination")
+    return text
+
+
 def check_client_message_id(text: str, field: str) -> str:
     """Return `text` if it may be an id, else raise `InvalidMessage` for `field`."""
     if not is_client_message_id(text):

@@ -92,8 +92,10 @@ async def start(connection: Connection, job: Start) -> bool:
     return True
 
 
-async def check_mesh(connection: Connection, mesh: str) -> None:
+async def check_mesh(connection: Connection, mesh: str | None) -> None:
     """Raise `NotFound` where there is no such mesh; in a database without the broker's tables, any may be."""
+    if mesh is None:
+        return
     if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
         raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 

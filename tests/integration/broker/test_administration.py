@@ -115,6 +115,9 @@ async def test_what_cannot_be_a_name_is_refused(broker: Any) -> None:
         assert "regex" not in answer.body["detail"], body
 
 
+LISTS = "consumers", "jobs", "operator_log", "programs"
+
+
 async def test_what_is_not_there_is_not_found(broker: Any) -> None:
     admin = broker.admin
     answers = {
@@ -123,6 +126,7 @@ async def test_what_is_not_there_is_not_found(broker: Any) -> None:
             await admin.get("/v1/history", mesh="nowhere"),
             await admin.get("/v1/topics", mesh="' or 1=1"),
             await admin.delete("/v1/meshes/nowhere"),
+            *[await admin.get(f"/v1/{things}", mesh="nowhere") for things in LISTS],
         ],
         "topic_not_found": [await admin.post("/v1/topics/demo/nothing/subscriptions", {"member": "alice"})],
         "member_not_found": [await admin.post("/v1/topics/demo/orders/subscriptions", {"member": "nobody"})],

@@ -36,10 +36,35 @@ async def test_rows_are_listed_page_by_page_without_payloads(room: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["limit=0", "limit=1001", "status=x", "cursor=x", "older_than_seconds=-1", "held=x", "colour=red"]
+    "query",
+    [
+        "limit=0",
+        "limit=1001",
+        "status=x",
+        "cursor=x",
+        "older_than_seconds=-1",
+        "held=x",
+        "colour=red",
+        "destination=orders",
+    ],
 )
 async def test_a_query_out_of_its_rule_is_a_400(room: Any, query: str) -> None:
     assert (await room.request("GET", f"/v1/outbox?{query}")).status == 400
+
+
+async def test_a_filter_by_what_is_no_destination_is_refused(room: Any) -> None:
+    bulk = {**WHY, "filter": {"destination": "orders"}, "dry_run": True}
+    for refused in (
+        await room.request("GET", "/v1/outbox/export?destination=orders"),
+        await room.request("GET", "/v1/inbox?destination=orders"),
+        await room.request("GET", "/v1/events?destination=orders"),
+        await room.request("POST", "/v1/outbox/hold", bulk),
+    ):
+        assert (refused.status, refused.json["code"], refused.json["field"]) == (
+            400,
+            "invalid_destination",
+            "destination",
+        )
 
 
 async def test_an_export_streams_every_row(room: Any) -> None:
