@@ -28,6 +28,7 @@ from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
 from postroom.ledger.operating import (
     EFFECTS,
+    FORESEEN,
     check_mesh,
     count_jobs,
     find_jobs,
@@ -133,6 +134,8 @@ class Jobs:
                         raise missing(job)
                     if asked.dry_run:
                         table.check(verb, f"the job {job}", one.state)
+                        if verb in FORESEEN:
+                            await FORESEEN[verb](connection, job)
                         return one
                     async with connection.transaction():
                         await EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)

@@ -173,19 +173,7 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
     """
     async with connection.transaction():
         await hold(connection, job)
-        failed = await connection.fetchval(QUERIES["find_failed"], job)
-        try:  # another attempt that has no place in the ledger would fail at once, again
-            if failed is not None:
-                enter_leg2(failed) if is_set(failed, LEG1_COMPLETE) else enter_leg1(failed)
-        except Overflow as error:
-            raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
-        pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
-        if pruned is not None:  # it would wait for the answer to a request that nobody can send again
-            detail = (
-                f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
-                "the outbox has deleted that request by its age; start a new job"
-            )
-            raise Conflict.of("request_pruned", detail)
+        await foresee_retry(connection, job)
         row = await connection.fetchrow(QUERIES["retry"], job, actor, reason)
         if row is None:
             raise missing(job)
@@ -193,8 +181,28 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
             raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[row['state']]}")
 
 
+async def foresee_retry(connection: Connection, job: UUID) -> None:
+    """Raise the `Conflict` that a retry of a failed job ends in, as it stands now."""
+    failed = await connection.fetchval(QUERIES["find_failed"], job)
+    try:  # another attempt that has no place in the ledger would fail at once, again
+        if failed is not None:
+            enter_leg2(failed) if is_set(failed, LEG1_COMPLETE) else enter_leg1(failed)
+    except Overflow as error:
+        raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
+    pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
+    if pruned is not None:  # it would wait for the answer to a request that nobody can send again
+        detail = (
+            f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
+            "the outbox has deleted that request by its age; start a new job"
+        )
+        raise Conflict.of("request_pruned", detail)
+
+
 EFFECTS: Final = MappingProxyType({"retry": retry_job, "cancel": cancel_job})
 """What each verb does to a job."""
+
+FORESEEN: Final = MappingProxyType({"retry": foresee_retry})
+"""What a dry run asks, beside whether the state allows the verb."""
 
 
 async def find_message(connection: Connection, message: str) -> list[JobMessage]:

@@ -304,6 +304,19 @@ def test_jobs_that_a_filter_means_are_shown_first_and_changed_with_all(office: O
         assert office.user.run("jobs", *words, "--yes").code == 2
 
 
+def test_a_dry_run_of_a_retry_foresees_that_no_attempt_is_left(office: Office) -> None:
+    async def exhaust(jobs: Jobs) -> UUID:
+        begun = await jobs.begin()
+        await jobs.set_ledger(begun.root, 999_000_000_000_000)
+        await fail_activity(jobs.connection, begun.root, "overflow")
+        return begun.job
+
+    job = office.work(exhaust)
+    would = office.user.run("jobs", "retry", str(job), "--dry-run")
+    assert (would.code, office.state(job)) == (4, "failed")
+    assert "start a new job" in would.sentence()
+
+
 def test_a_dry_run_says_why_a_job_cannot_be_changed(office: Office) -> None:
     job = office.running()
     refused = office.user.run("jobs", "retry", str(job), "--dry-run")
