@@ -110,7 +110,7 @@ def home(short_directory: Path):
         subprocess.run(["postroom", "down", "--state", mailroom, "--wipe", "--yes"], env=environment, check=True)
 
 
-@pytest.mark.timeout(1800)  # the page on pipelines starts Spark eight times
+@pytest.mark.timeout(1800)  # the page on pipelines starts Spark seven times
 @pytest.mark.parametrize("pages", ROOMS, ids=" ".join)
 def test_every_command_of_a_page_works_in_the_order_it_stands(pages, home, record_property):
     for number, name in enumerate(pages):
