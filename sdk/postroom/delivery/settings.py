@@ -17,6 +17,7 @@ from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, ConnectSecond
 from postroom.chassis.exits import Exit, Fatal
 
 DAY: Final = 86_400.0  # seconds
+_LEAST_AGE: Final = 0.1  # seconds, NATS's own
 KIB: Final = 1024  # bytes
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -65,6 +66,12 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     ] = 10
 
 
+def _check_age(seconds: float | None) -> None:
+    """Refuse an age that NATS takes for no stream."""
+    if seconds and seconds < _LEAST_AGE:
+        raise ValueError(f"max_age_seconds must be 0 or at least {_LEAST_AGE}")
+
+
 class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """One stream as it is declared (docs/contract/delivery.md#delivery-5)."""
 
@@ -90,6 +97,10 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         ),
     ] = 120
 
+    def __post_init__(self) -> None:
+        """Check what no annotation can say."""
+        _check_age(self.max_age_seconds)
+
 
 class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
@@ -101,6 +112,10 @@ class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     max_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest messages are deleted, in bytes")
     ] = None
+
+    def __post_init__(self) -> None:
+        """Check what no annotation can say."""
+        _check_age(self.max_age_seconds)
 
 
 class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -33,7 +33,7 @@ from postroom.delivery.streams import (
     default_streams,
     ensure_stream,
 )
-from postroom.errors import Conflict, PostroomError, Unavailable
+from postroom.errors import Conflict, NotPermitted, PostroomError, Unavailable
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import Registry
 from postroom.worker.config import WorkerConfig
@@ -204,12 +204,13 @@ class Upkeep:
         done = []
         for stream in streams:
             found = link.streams.of(stream.subjects[0].replace(">", "any"))
-            if found is None and not link.streams.missing:
-                done.append(await ensure_stream(link.js, stream, only=()))
-            elif found is not None and found.name == stream.name:
-                only = default_changes(stream, self._config.stream_defaults)
-                try:
-                    done += [await ensure_stream(link.js, stream, only=only)] if only else []
-                except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
-                    _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
+            only = frozenset() if found is None else default_changes(stream, self._config.stream_defaults)
+            if link.streams.missing if found is None else found.name != stream.name or not only:
+                continue
+            try:
+                done.append(await ensure_stream(link.js, stream, only=only))
+            except PostroomError as error:  # what NATS refuses for this stream; it stays as it is, and the others go on
+                if isinstance(error, NotPermitted) or (found is None and error.retryable):
+                    raise
+                _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
         return done

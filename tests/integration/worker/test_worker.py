@@ -553,6 +553,18 @@ async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
     assert len(await messages_in(own_nats, "DEMO_INBOX")) == 2
 
 
+async def test_a_setting_that_nats_refuses_for_a_stream_keeps_no_other_from_being_published_to(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    await accepting.send({"to": "topic:orders"})
+    with worker(**urls(accepting, own_nats)):
+        await asyncio.wait_for(accepting.published(), 30)
+    await accepting.pool.execute(QUERIES["create_mesh"], "another")
+    await accepting.send({"to": "topic:orders"})
+    with worker(**urls(accepting, own_nats), POSTROOM_WORKER_STREAM_DEFAULTS_REPLICAS="3"):  # of a single server
+        await asyncio.wait_for(accepting.published(), 30)
+
+
 async def test_a_purged_work_queue_is_filled_again_at_once(accepting: Accepting, own_nats: EmbeddedNats) -> None:
     ids = await accepting.send(*({"to": "queue:work", "body": f"{n}"} for n in range(20)))
     client = await nats.connect(own_nats.url)

@@ -11,6 +11,7 @@ import pytest
 from broker.config import BrokerConfig
 from postroom.chassis.config import MASK, effective, settings
 from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.settings import KindDefaults, StreamSettings
 from postroom.worker.config import AgentConfig, ConsumerConfig, WorkerConfig, load_config
 
 ENVIRON = {"POSTROOM_DATABASE_URL": "postgresql://user:secret@host/db", "POSTROOM_NATS_URL": "nats://user:secret@host"}
@@ -100,3 +101,13 @@ def test_a_worker_with_only_consumers_or_agents_needs_no_database(tmp_path: Path
     file = tmp_path / "worker.toml"
     file.write_text(f'[nats]\nurl = "nats://here"\n{AGENT}agent_class = "a:B"\n')
     assert load_config(file, {}).database_url is None
+
+
+def test_an_age_is_refused_that_nats_takes_for_no_stream() -> None:
+    kinds: tuple[type[KindDefaults | StreamSettings], ...] = (KindDefaults, StreamSettings)
+    for kind in kinds:
+        usual: dict[str, Any] = {} if kind is KindDefaults else {"name": "SEA_EVENTS", "subjects": ["sea.event.>"]}
+        for seconds in (0, 0.1):
+            assert msgspec.convert({**usual, "max_age_seconds": seconds}, kind).max_age_seconds == seconds
+        with pytest.raises(msgspec.ValidationError, match=r"max_age_seconds must be 0 or at least 0\.1"):
+            msgspec.convert({**usual, "max_age_seconds": 0.05}, kind)
