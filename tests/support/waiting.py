@@ -24,11 +24,13 @@ async def until_so(
 ) -> T:
     """The same for what a server is asked; returns its answer. `what` is named where it does not come to that."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as bound:
             while not holds(answer := await ask()):  # noqa: ASYNC110
                 await asyncio.sleep(_PAUSE)
             return answer
     except TimeoutError as error:
+        if not bound.expired():
+            raise  # of what was asked
         raise TimeoutError(f"after {seconds:.0f} s still not: {what}") from error
 
 

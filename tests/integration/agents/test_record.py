@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support.agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
 from support.jetstream import Context
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope
@@ -259,8 +259,8 @@ async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_ag
 
 async def test_two_messages_with_one_number_in_two_streams_of_one_name_are_both_there(context: Context, tmp_path: Path):
     await place_orders(context, ORDERS[:1])
-    async with running_agent(context, tmp_path):
-        await settled(context)
+    async with running_agent(context, tmp_path) as running:
+        await until(lambda: running.runtime.counters.published == 2)
     store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
     await store.requeue_since(0, now=1, actor="olga", reason="a test")
     first, second = [message.position for message in await store.lost(0, 10)]
