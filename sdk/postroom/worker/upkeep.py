@@ -204,8 +204,12 @@ class Upkeep:
         done = []
         for stream in streams:
             found = link.streams.of(stream.subjects[0].replace(">", "any"))
-            only = frozenset() if found is None else default_changes(stream, self._config.stream_defaults)
-            if link.streams.missing if found is None else found.name != stream.name or not only:
+            if found is None:
+                only, due = frozenset[str](), not link.streams.missing
+            else:
+                only = default_changes(stream, self._config.stream_defaults)
+                due = found.name == stream.name and bool(only)
+            if not due:
                 continue
             try:
                 done.append(await ensure_stream(link.js, stream, only=only))
