@@ -81,9 +81,10 @@ demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo
 
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
-# pytest-xdist 3.8 would wait for ever.
+# pytest-xdist 3.8 would wait for ever. Where a recipe needs a shell, `exec` puts the tests in its place: a SIGTERM that
+# make passes on would end the shell alone.
 test: $(SPARK_STAMP) $(EXAMPLES) ## every test but the slow suites
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
+	exec $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
@@ -115,10 +116,10 @@ soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak
 
 faults: $(SPARK_STAMP) ## the fault campaign: three quarters of an hour; GOALS="F1 F4" for some
-	PYTHONPATH=tests $(BIN)/python -m faults $(GOALS)
+	PYTHONPATH=tests exec $(BIN)/python -m faults $(GOALS)
 
 faults-soak: $(SPARK_STAMP) ## the same, for hours
-	PYTHONPATH=tests $(BIN)/python -m faults --soak $(GOALS)
+	PYTHONPATH=tests exec $(BIN)/python -m faults --soak $(GOALS)
 
 # What keeps people out of a page is for axe-core to find. It comes from npm, one version with its checksum.
 $(AXE): $(STAMP)
@@ -127,14 +128,15 @@ $(AXE): $(STAMP)
 	@echo "$(AXE_SHA512)  $@" | sha512sum --check --quiet || { rm $@; exit 1; }
 
 test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
-	AXE=$(abspath $(AXE)) $(BIN)/pytest -m browser tests/browser
+	AXE=$(abspath $(AXE)) exec $(BIN)/pytest -m browser tests/browser
 
 test-monitoring: setup ## each alert provoked under a real Prometheus (apt: prometheus; ten minutes)
 	@command -v promtool > /dev/null || { echo "this needs Prometheus: apt-get install prometheus"; exit 1; }
 	$(BIN)/pytest -m monitoring tests/monitoring
 
+# Its first run makes a Debian.
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container, lintian)
-	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
+	$(BIN)/pytest -m systemd --timeout 900
 
 $(CONTAINERS): $(STAMP) containers.lock
 	@rm -rf $@

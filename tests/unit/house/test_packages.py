@@ -142,6 +142,15 @@ def test_every_make_target_says_what_it_does():
     assert [name for name in phony[1].split() if not re.search(rf"^{name}:.*## \S", makefile, re.MULTILINE)] == []
 
 
+def test_whoever_ends_make_ends_the_tests():
+    """What needs a shell, by its quotes or variables, runs in place of it: a shell would not pass a signal on."""
+    recipes = re.findall(r"^\t(.*(?:/pytest |-m faults).*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(recipes) > 8
+    in_a_shell = [recipe for recipe in recipes if re.search(r"[\"'=#;&|]", recipe)]
+    assert [recipe for recipe in in_a_shell if "exec $(BIN)/" not in recipe] == []
+    assert (ROOT / ".ci/run").read_text().rstrip().endswith("\nexec make test")
+
+
 def test_what_a_suite_starts_can_be_interrupted_though_the_suite_runs_in_the_background():
     """As under `nohup make test &`: what a shell starts in the background ignores Ctrl-C, and so do its children."""
     begin = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
