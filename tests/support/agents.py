@@ -135,10 +135,10 @@ async def settled(context: Context, durable: str = "counting_consumer", stream: 
             info = await context.js.consumer_info(stream, durable)
         except NotFoundError:  # not made yet
             return False
-        if info.num_ack_pending or info.num_pending or info.delivered is None:
+        last = await last_wanted(context, stream, info)
+        if info.delivered is None or info.delivered.stream_seq < last:  # the count of a new one lags behind
             return False
-        last = await last_wanted(context, stream, info)  # at last, since it is fetched with its body
-        return info.delivered.stream_seq >= last  # the count of a new one lags behind
+        return info.num_ack_pending == 0 and info.num_pending == 0
 
     await until_so(idle, "everything is settled")
 
