@@ -87,6 +87,7 @@ async def test_what_a_deleted_stream_had_is_published_into_the_new_one(context: 
     await place_orders(context, ORDERS)
     async with running_agent(context, tmp_path, settings=RECORD) as running:
         await settled(context)
+        await compared(running)  # it has seen the stream that will be gone
         await context.js.delete_stream(context.events)
         await ensure_stream(context.js, context.streams[0])
         await all_there(context, tmp_path, "/1")
