@@ -108,9 +108,10 @@ WHERE stream = :stream AND (stream_created_at < :created_at OR stream_created_at
   AND published_at <= :until;
 
 -- name: find_behind_the_end
--- What is noted behind the last number of this stream, and was published until then.
+-- What is noted behind the last number of this stream, and was published before then: in the same millisecond it may have
+-- been published after the look.
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at <= :until;
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at < :until;
 
 -- name: find_before_the_beginning
 -- What is noted before the first number of this stream, and was published until then.
