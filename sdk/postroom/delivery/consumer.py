@@ -138,7 +138,13 @@ class Consumer:
         self.took = took or Histogram(LATENCIES)  # how many seconds before it was done each message happened
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._pull = Pull(
-            js, settings, stream, room=self._room, paused=lambda: self.room is not None, receive=self._receive
+            js,
+            settings,
+            stream,
+            room=self._room,
+            paused=lambda: self.room is not None,
+            receive=self._receive,
+            made=self.made,
         )
         self._held: dict[int, _Held] = {}  # by sequence, all of one epoch
         self._epoch: datetime | None = None
@@ -173,6 +179,9 @@ class Consumer:
             held = self._queue.popleft()
             await self._answer(held, _NAK)
         await self._finish()
+
+    async def made(self) -> None:
+        """Raise `NotFound` where the durable consumer, just made, should not be there; here it always should."""
 
     @property
     def room(self) -> int | None:

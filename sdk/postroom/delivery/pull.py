@@ -11,7 +11,7 @@ settle a message of the new one that nobody has handled. Therefore each message 
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import datetime
 from typing import Final
@@ -59,10 +59,12 @@ class Pull:
         room: Callable[[], int],
         paused: Callable[[], bool],
         receive: Callable[[Msg, datetime], None],
+        made: Callable[[], Awaitable[None]],
     ) -> None:
         """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once.
 
-        While it is `paused`, messages that wait are nothing to worry about.
+        While it is `paused`, messages that wait are nothing to worry about. What was just `made` raises `NotFound`, and
+        nothing is asked of it, where it should not be there.
         """
         self._js = js
         self._connection = connection_of(js)
@@ -72,6 +74,7 @@ class Pull:
         self._room = room
         self._paused = paused
         self._receive = receive
+        self._made = made
         self._subscription: Subscription | None = None
         self._epoch: datetime | None = None
         self._asked = 0  # messages that the server still owes us
@@ -203,6 +206,7 @@ class Pull:
                     if created == self._epoch:
                         return created
             await self.declare()
+            await self._made()
             return await consumer_created(self._js, self._settings)
         except NATS_ERRORS as error:
             raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error

@@ -230,6 +230,26 @@ async def test_a_deleted_webhook_gets_nothing_more_and_leaves_nothing_behind_and
     assert (bodies(deleted), bodies(other)) == ({"1": 1}, {"1": 1, "2": 1})
 
 
+async def test_a_worker_that_has_not_heard_of_the_deletion_posts_nothing_to_a_deleted_webhook_again(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with serving() as handler, asyncpg.create_pool(database_url, min_size=1) as pool:
+        webhook = await mesh.add(handler)
+        await mesh.send("1")
+        with mesh.worker(POSTROOM_WORKER_WEBHOOKS_CHECK_SECONDS="4") as (_, slow):
+            await handler.saw(1)
+            await settled(mesh.context, f"webhook__{webhook.id}")
+            with mesh.worker() as (_, quick):
+                await until_so(lambda: delivers_to(quick["page"], 1), "both know it")
+                await mesh.client.delete_webhook(mesh.slug, "orders", webhook.id)
+                await until_so(lambda: delivers_to(quick["page"], 0), "one knows that it is gone")
+            await until_so(lambda: delivers_to(slow["page"], 0), "the other one knows it too")
+            await mesh.gone(webhook)
+            await until_so(lambda: remembered(pool), "nothing is remembered")
+
+    assert bodies(handler) == {"1": 1}
+
+
 async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too_with_its_rows(
     mesh: Mesh, database_url: str
 ) -> None:

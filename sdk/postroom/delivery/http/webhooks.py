@@ -15,9 +15,10 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.programs import LATENCIES
+from postroom._wire.retry import tell
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
-from postroom.chassis.postgres import Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.chassis.routes import Histogram
 from postroom.chassis.runtime import end
 from postroom.delivery.consumers import Consumers
@@ -28,6 +29,7 @@ from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings, WebhookSettings
 from postroom.delivery.streams import all_consumers
 from postroom.delivery.subjects import event_subject
+from postroom.errors import NotFound, Unavailable
 
 PREFIX: Final = "webhook__"  # of a durable's name; the webhook's id follows
 
@@ -72,6 +74,7 @@ class WebhookConsumer(PostingConsumer):
         """`stream` is the one that holds the mesh's events. Raises `Fatal` for a URL that nothing can be posted to."""
         self.webhook = webhook
         self.stream = stream
+        self._pool = pool
         client_settings = HandlerSettings(
             url=webhook.url, timeout_seconds=settings.timeout_seconds, connect_seconds=settings.connect_seconds
         )
@@ -98,6 +101,20 @@ class WebhookConsumer(PostingConsumer):
             since=webhook.created_at,
             took=took,
         )
+
+    async def made(self) -> None:
+        """Raise `NotFound` where the webhook is gone, `Unavailable` where Postgres does not tell.
+
+        A worker that knows it has deleted the consumer then, and forgotten what was posted. This one made it anew, and
+        would be given all of it again: it waits instead for its next look, which ends it.
+        """
+        try:
+            there = await self._pool.fetchval(QUERIES["is_there"], self.webhook.id)
+        except POSTGRES_ERRORS as error:
+            detail = f"nobody tells whether the webhook {self.webhook.id} is still there: {tell(error)}"
+            raise Unavailable.of("database_unavailable", detail, retryable=True) from error
+        if not there:
+            raise NotFound.of("webhook_not_found", f"the webhook {self.webhook.id} was deleted")
 
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed permanently."""

@@ -7,6 +7,10 @@ FROM mesh.webhook
 JOIN mesh.topic ON topic.id = webhook.topic_id
 JOIN mesh.mesh ON mesh.id = topic.mesh_id;
 
+-- name: is_there
+-- Whether the webhook $1 is registered.
+SELECT EXISTS (SELECT FROM mesh.webhook WHERE id = $1::uuid);
+
 -- name: list_meshes
 -- Every mesh.
 SELECT slug FROM mesh.mesh;
