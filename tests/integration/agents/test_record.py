@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,12 @@ from support.jetstream import Context
 from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
-from postroom.agent import Command, Envelope
+from postroom.agent import EPOCH, Command, Envelope
 from postroom.delivery.agents.outgoing import AgentPublisher
 from postroom.delivery.agents.replay import verify
 from postroom.delivery.agents.store import Mark, Owner, Store
 from postroom.delivery.nats import connect
-from postroom.delivery.publishing import Outgoing
+from postroom.delivery.publishing import Outgoing, Search
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import ensure_stream
@@ -256,6 +257,22 @@ async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_ag
     await context.js.purge_stream(context.events)  # what was published before is not of interest
     async with running_agent(context, tmp_path):
         await all_there(context, tmp_path, "/2")
+
+
+@pytest.mark.parametrize(("later", "lost"), [(0, 0), (1, 2)])
+async def test_what_was_published_in_the_millisecond_of_the_look_may_be_behind_it(
+    context: Context, tmp_path: Path, later: int, lost: int
+):
+    await place_orders(context, ORDERS[:1])
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
+    await store.requeue_since(0, now=1, actor="olga", reason="a test")
+    for sequence, message in enumerate(await store.lost(0, 10), start=8):
+        await store.mark_published([Mark(message.position, 1, 1_000, context.events, 1, sequence)])
+    created, look = EPOCH + timedelta(microseconds=1), EPOCH + timedelta(milliseconds=1_000 + later)
+    assert await store.requeue_lost(Search("behind_the_end", context.events, created, 7, EPOCH, look)) == lost
+    await store.close()
 
 
 async def test_two_messages_with_one_number_in_two_streams_of_one_name_are_both_there(context: Context, tmp_path: Path):

@@ -102,21 +102,21 @@ WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence =
 );
 
 -- name: find_of_another_stream
--- What is noted in this stream as it was created at another time, and was published until then.
+-- What is noted in this stream as it was created at another time, and was published before then: in the same millisecond
+-- it may have been published after the look.
 SELECT position, published_at FROM outgoing
 WHERE stream = :stream AND (stream_created_at < :created_at OR stream_created_at > :created_at)
-  AND published_at <= :until;
+  AND published_at < :until;
 
 -- name: find_behind_the_end
--- What is noted behind the last number of this stream, and was published before then: in the same millisecond it may have
--- been published after the look.
+-- What is noted behind the last number of this stream. The rest as above.
 SELECT position, published_at FROM outgoing
 WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at < :until;
 
 -- name: find_before_the_beginning
--- What is noted before the first number of this stream, and was published until then.
+-- What is noted before the first number of this stream. The rest as above.
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number AND published_at <= :until;
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number AND published_at < :until;
 
 -- name: newest_at
 -- What has the highest of these numbers of this stream, from the first to the last, but for some.

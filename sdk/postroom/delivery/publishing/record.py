@@ -11,9 +11,8 @@ which number it got, so that comparing with the stream shows what is gone:
     it gives a number away a second time        one of the two (the publisher sees that when it settles a claim)
 
 What is gone, is younger than the horizon, and was not settled (which each form of a source knows in its own way)
-becomes unpublished again, under the next epoch. The publisher does the rest. A comparison may take for lost what is
-there (in a stream made anew a moment ago); then the message is in the stream twice, which is harmless: inboxes know it
-by its id, without the epoch.
+becomes unpublished again, under the next epoch. The publisher does the rest. Where a comparison takes for lost what is
+there, the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
 
 What a comparison cannot see: messages taken out of a work queue (their absence is how it says that they are done), and
 single messages deleted from the middle of another stream. Of the first `WorkQueues` sees what went from Postgres; an
@@ -67,17 +66,23 @@ class Record:
         """Make unpublished what the streams have lost; return how many messages that were. Raises `PostroomError`.
 
         The time is taken before the streams are looked at: what was published by then, they must have. What a stream
-        lost with its beginning, or as a whole, may be marked as published only after the look; that is waited for.
+        lost with its beginning, or as a whole, may be marked as published only after the look; that is waited for, and
+        counts where the streams are the same afterwards: one made anew meanwhile has what was marked since.
         """
         untils = [await source.now() for source in self._sources]
         await link.streams.refresh(link.js)
         pictures = link.streams.pictures
+        seen = {(stream.name, stream.created_at) for stream in pictures}
         changed = any(self._made_anew(stream) or self._shortened(stream) for stream in pictures)
         requeued, all_complete = 0, True
         for source, until in zip(self._sources, untils, strict=True):
-            complete = not changed or await source.all_marked()
+            marked, complete = until, not changed
+            if changed and await source.all_marked():
+                moment = await source.now()
+                await link.streams.refresh(link.js)
+                complete = {(stream.name, stream.created_at) for stream in link.streams.pictures} >= seen
+                marked = moment if complete else until
             all_complete = all_complete and complete
-            marked = await source.now() if complete else until
             for stream in pictures:
                 for search in self._searches(stream, until, marked):
                     requeued += await self._requeue(source, search)

@@ -14,6 +14,8 @@ from support.waiting import until
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
 from postroom.delivery.publishing.postgres import EVENTS, now, redrive
+from postroom.delivery.publishing.record import Record
+from postroom.delivery.settings import RecordSettings
 
 
 async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:
@@ -47,6 +49,24 @@ async def test_a_deleted_stream_is_filled_again_under_fresh_ids(office: Any, run
     ids = await office.ids()
     assert identities(ids) == Counter(await recorded(office))
     assert sum(identity.endswith("/1") for identity in ids) == 500
+
+
+async def test_what_a_stream_has_that_was_made_anew_behind_the_look_is_not_lost(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 5)
+    source = office.source()
+
+    async def made_anew() -> bool:
+        source.all_marked = all_marked
+        await office.js.delete_stream(office.stream)
+        await office.add_stream()
+        await publish(office, running, 3)
+        return bool(await all_marked())
+
+    all_marked, source.all_marked = source.all_marked, made_anew
+    record = Record([source], RecordSettings())
+    assert [await office.compare(record) for _ in range(3)] == [0, 0, 0]
+    assert sorted(identity[36:] for identity in await office.ids()) == [*[""] * 3, *["/1"] * 5]
 
 
 async def test_a_purged_stream_is_filled_again_but_for_what_a_consumer_has_handled(office: Any, running: Any) -> None:
