@@ -18,7 +18,7 @@ is no longer in one, and what its consumers have acknowledged.
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from secrets import token_hex
 from typing import Final, NamedTuple, Self
@@ -302,6 +302,7 @@ class Link:
         self._inbox = client.new_inbox()
         self._sent = 0  # messages: the number of the next
         self._batches: list[_Batch] = []
+        self._given: dict[str, int] = {}  # by stream, the last number that it gave a message of this link
 
     @classmethod
     async def open(cls, settings: NatsSettings, *, name: str, ack_seconds: float) -> Self:
@@ -359,11 +360,12 @@ class Link:
         """Send `messages`, none of which has a `refusal`, in order, and return what became of each."""
         if not messages:
             return []
-        streams = [self.streams.of(message.subject) for message in messages]
+        streams, given = [self.streams.of(message.subject) for message in messages], self._given.copy()
         answers = await self._send_as_one(messages) if _is_for_one_batch(streams) else None
         if answers is None:
             answers = await self._send(messages, [message.headers for message in messages], answers=len(messages))
-        if any(map(_made_anew, answers, streams)):
+        self._given.update({answer.stream: answer.seq for answer in answers if answer is not None and _is_new(answer)})
+        if any(_made_anew(answer, stream, given) for answer, stream in zip(answers, streams, strict=True)):
             await self.streams.refresh(self.js)
             streams = [self.streams.of(message.subject) for message in messages]
         return [_result(answer, stream) for answer, stream in zip(answers, streams, strict=True)]
@@ -425,15 +427,18 @@ def _failure(description: str) -> _Ack:
     return _Ack(error=_ApiError(description))
 
 
-def _made_anew(answer: _Ack | None, stream: StreamPicture | None) -> bool:
-    """Tell whether the picture is of an older stream: a new message has a higher number than all before it."""
-    return (
-        answer is not None
-        and answer.error is None
-        and not answer.duplicate
-        and stream is not None
-        and answer.seq <= stream.last_sequence
-    )
+def _is_new(answer: _Ack) -> bool:
+    return answer.error is None and not answer.duplicate
+
+
+def _made_anew(answer: _Ack | None, stream: StreamPicture | None, given: Mapping[str, int]) -> bool:
+    """Tell whether the picture is of an older stream: a new message has a higher number than all before it.
+
+    `given` says which numbers were given since the picture was taken.
+    """
+    if answer is None or stream is None or not _is_new(answer):
+        return False
+    return answer.seq <= max(stream.last_sequence, given.get(stream.name, 0))
 
 
 def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:

@@ -152,7 +152,9 @@ async def _first_displaced(js: JetStreamContext, source: Source, stream: StreamP
             if found is not None:
                 return noted, found == message_id(noted.identity, noted.epoch)
             missing = await read_holes(js, stream.name)  # at once: a work queue has many
-            holes = missing._replace(numbers=missing.numbers | {noted.sequence})
+            if missing.created_at != stream.created_at:
+                return None  # it was made anew: what went into the other one is found by the next comparison
+            holes = missing._replace(numbers=holes.numbers | missing.numbers | {noted.sequence})
             place = stream.name, stream.created_at, holes.first_sequence, sequence
         return None
 

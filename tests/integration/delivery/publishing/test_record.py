@@ -51,6 +51,20 @@ async def test_a_deleted_stream_is_filled_again_under_fresh_ids(office: Any, run
     assert sum(identity.endswith("/1") for identity in ids) == 500
 
 
+async def test_what_goes_into_a_stream_made_anew_before_the_publisher_looks_again_is_not_lost(office: Any) -> None:
+    await office.add_stream()
+    publisher = office.publisher()
+    await office.emit()
+    await drain(publisher)
+    await office.js.delete_stream(office.stream)
+    await office.add_stream()
+    await office.emit()
+    await drain(publisher)
+    await publisher.stop()
+    assert await office.compare(office.record()) == 0
+    assert await epochs(office) == [1, 0]
+
+
 async def test_what_a_stream_has_that_was_made_anew_behind_the_look_is_not_lost(office: Any, running: Any) -> None:
     await office.add_stream()
     await publish(office, running, 5)
@@ -67,6 +81,25 @@ async def test_what_a_stream_has_that_was_made_anew_behind_the_look_is_not_lost(
     record = Record([source], RecordSettings())
     assert [await office.compare(record) for _ in range(3)] == [0, 0, 0]
     assert sorted(identity[36:] for identity in await office.ids()) == [*[""] * 3, *["/1"] * 5]
+
+
+async def test_a_stream_that_is_made_anew_amid_a_comparison_is_compared_with_the_next_time(
+    office: Any, running: Any
+) -> None:
+    await office.add_stream()
+    await publish(office, running, 2)
+    source = office.source()
+
+    async def remade(*place: Any) -> Any:
+        source.newest_at = newest_at
+        await office.js.delete_stream(office.stream)
+        await office.add_stream()
+        return await newest_at(*place)
+
+    newest_at, source.newest_at = source.newest_at, remade
+    record = Record([source], RecordSettings())
+    async with asyncio.timeout(60):
+        assert [await office.compare(record) for _ in range(2)] == [0, 2]
 
 
 async def test_a_purged_stream_is_filled_again_but_for_what_a_consumer_has_handled(office: Any, running: Any) -> None:
