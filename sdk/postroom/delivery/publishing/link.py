@@ -434,7 +434,7 @@ def _is_new(answer: _Ack) -> bool:
 def _made_anew(answer: _Ack | None, stream: StreamPicture | None, given: Mapping[str, int]) -> bool:
     """Tell whether the picture is of an older stream: a new message has a higher number than all before it.
 
-    `given` says which numbers were given since the picture was taken.
+    `given` says which number each stream had given last when the message was sent: the picture may be from before.
     """
     if answer is None or stream is None or not _is_new(answer):
         return False
