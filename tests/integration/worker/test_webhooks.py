@@ -9,8 +9,10 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import asyncpg
@@ -31,10 +33,13 @@ from broker.server import open_services
 from postroom import BrokerClient
 from postroom._wire.administration import NewWebhook
 from postroom._wire.message import prepare
-from postroom.delivery.http.webhooks import STRETCH
+from postroom._wire.programs import LATENCIES
+from postroom.chassis.routes import Histogram
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.webhooks import STRETCH, Webhook, WebhookConsumer
 from postroom.delivery.nats import connect
-from postroom.delivery.settings import AddressSettings, NatsSettings
-from postroom.errors import NotPermitted
+from postroom.delivery.settings import AddressSettings, NatsSettings, WebhookSettings
+from postroom.errors import NotFound, NotPermitted, Unavailable
 from postroom.signatures import SIGNATURE, verify
 
 ADMIN = "an administrator's token for tests"
@@ -248,6 +253,23 @@ async def test_a_worker_that_has_not_heard_of_the_deletion_posts_nothing_to_a_de
             await until_so(lambda: remembered(pool), "nothing is remembered")
 
     assert bodies(handler) == {"1": 1}
+
+
+async def test_a_webhook_of_which_postgres_does_not_tell_is_asked_for_nothing_yet(
+    mesh: Mesh, database_url: str
+) -> None:
+    pool = await asyncpg.create_pool(database_url, min_size=0)
+    row = Webhook(str(uuid4()), mesh.slug, "orders", "https://shop.example.com/", "secret", datetime.now(UTC))
+    context, settings, guard = mesh.context, WebhookSettings(), Guard([])
+    consumer = WebhookConsumer(
+        row, context.js, context.events, pool=pool, settings=settings, guard=guard, took=Histogram(LATENCIES)
+    )
+    with pytest.raises(NotFound, match="was deleted"):
+        await consumer.made()
+    await pool.close()
+    with pytest.raises(Unavailable, match="nobody tells whether the webhook"):
+        await consumer.made()
+    await consumer.stop()
 
 
 async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too_with_its_rows(
