@@ -1,8 +1,8 @@
 """The accept table (docs/contract/send.md#send-37): what a send is answered, by its id's row and its content.
 
-The daemon's single and batch routes answer from here, and so does `postroom.testing.FakeClient`: `answer` says what the
-row means that was found under the id, or inserted where there was none. To a caller of another uid every cell says the
-same, and nothing about the row (docs/contract/send.md#send-40).
+The daemon's single and batch routes answer from here, and so does `postroom.testing.FakeClient`: `answer` returns what
+the row that was found or inserted under the id means. A caller of another uid gets the same answer from every cell, and
+learns nothing about the row (docs/contract/send.md#send-40).
 """
 
 from datetime import UTC, datetime
@@ -35,7 +35,7 @@ class AcceptedRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class Kept(NamedTuple):
-    """The cell of a send that is kept: the HTTP status and what the caller is told."""
+    """The cell of a send that is kept: the HTTP status, and the `status` in the answer."""
 
     http_status: int
     status: Literal["queued", "inflight", "done"]
@@ -72,7 +72,7 @@ _SENTENCE: Final = {
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):
-    """What a kept send is told; `replayed` where the row was there before."""
+    """The answer to a kept send; `replayed` where the row already existed."""
 
     http_status: int
     result: SendResult
@@ -80,7 +80,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 
 
 def answer(row: AcceptedRow, send: PreparedSend, uid: int) -> Answered | PostroomError:
-    """Look the row up in the table and return what its sender, the user `uid`, is told."""
+    """Look the row up in the table and return the answer to its sender, the user `uid`."""
     if row.inserted:
         return Answered(
             202, SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status="queued"), False

@@ -29,7 +29,7 @@ QueueName = Annotated[str, msgspec.Meta(pattern=QUEUE.schema, description="a que
 
 
 class CreateMesh(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/meshes`; for who may administer every mesh."""
+    """The body of `POST /v1/meshes`; for callers that may administer every mesh."""
 
     slug: Slug
 
@@ -89,7 +89,7 @@ class CreateOperator(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class Operator(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Who operates a mesh, or without one every mesh. A revoked operator keeps its name, and its token is refused."""
+    """An operator of a `mesh`, or without one of every mesh. A revoked one keeps its name, and its token is refused."""
 
     name: str
     role: OperatorRole
@@ -142,7 +142,7 @@ class Subscribe(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Subscription(msgspec.Struct, kw_only=True):
-    """That a member receives, and may post to, a topic."""
+    """A member's subscription: it receives the messages of the topic, and may post to it."""
 
     mesh: str
     topic: str
@@ -213,7 +213,7 @@ class QueueList(msgspec.Struct, kw_only=True):
 
 
 class WhoAmI(msgspec.Struct, kw_only=True):
-    """The body of `GET /v1/whoami`: whom the token speaks for, as the log of operators names it, and what it may do.
+    """The body of `GET /v1/whoami`: the owner of the token, as the operator log names it, and what it may do.
 
     A member that is an `admin` may `administer` its mesh. A caller with no `mesh` has that role in every mesh.
     """
@@ -322,7 +322,7 @@ class HistoryPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class BrokerHealth(msgspec.Struct, kw_only=True):
-    """The body of `GET /health` and `GET /ready`: `degraded` and `unavailable` say why, one sentence each."""
+    """The body of `GET /health` and `GET /ready`; `reasons` say why it is not `ok`, one sentence each."""
 
     status: Literal["ok", "degraded", "unavailable"]
     reasons: list[str]

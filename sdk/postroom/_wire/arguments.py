@@ -1,6 +1,6 @@
-"""What a program without type checks may hand to a client by mistake, refused before anything is sent.
+"""Checks of what a program without type checks may pass to a client by mistake, before anything is sent.
 
-What it wants to send becomes the bytes of a request, checked where JSON itself would change it silently.
+A message is encoded as the bytes of a request, and refused where JSON would silently change it.
 """
 
 import base64
@@ -27,7 +27,7 @@ _META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with
 
 
 def check_seconds(timeout: float, patience: float) -> None:
-    """Refuse a client that would wait for ever (`timeout`), or for no time that there is (`patience`)."""
+    """Refuse a `timeout` that would never end, and a `patience` that is not a duration."""
     if not _is_number(timeout) or not 0 < timeout < math.inf:
         refuse("invalid_timeout", f"timeout must be a number of seconds above 0, not {timeout!r}", "timeout")
     if not _is_number(patience) or not patience >= 0:
@@ -35,7 +35,7 @@ def check_seconds(timeout: float, patience: float) -> None:
 
 
 def check_id(message_id: Any) -> str:
-    """Return an id as it came; refuse what is none, such as the whole receipt of a send."""
+    """Return an id unchanged; refuse anything that is not text, such as the whole receipt of a send."""
     if not isinstance(message_id, str):
         sentence = (
             f"an id must be text, such as the `client_message_id` that `send` returned, not {type(message_id).__name__}"
@@ -45,7 +45,7 @@ def check_id(message_id: Any) -> str:
 
 
 def check_traceparent(traceparent: Any) -> str:
-    """Return it as it came; refuse what no header can hold (what else is no traceparent, the daemon passes over)."""
+    """Return it unchanged; refuse what no header can hold (the daemon ignores any other invalid traceparent)."""
     if not isinstance(traceparent, str) or not (traceparent.isascii() and traceparent.isprintable()):
         sentence = "traceparent must be plain text as 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
         refuse("invalid_field", sentence, "traceparent")
@@ -69,8 +69,8 @@ def compose(
 ) -> SendRequest:
     """Build a send: bytes travel as `body_base64`, a dict or a list as the text of its JSON, with sorted keys.
 
-    Without a `client_message_id` one is minted. Raises `InvalidMessage` for any other body, and for what JSON has no
-    words for: a program without type checks must not send something else instead.
+    Without a `client_message_id` one is minted. Raises `InvalidMessage` for any other body, and for values that JSON
+    cannot represent: a program without type checks must not send something else instead.
     """
     if isinstance(mentions, str):
         refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
@@ -115,7 +115,7 @@ def _json_text(value: dict[str, Any] | list[Any]) -> str:
 def to_json(value: Any) -> bytes:
     """Write JSON, also of a time, a dataclass and the like, as msgspec does.
 
-    Raises `TypeError`, `ValueError` or `RecursionError` for what JSON can't say (NaN would become null).
+    Raises `TypeError`, `ValueError` or `RecursionError` for what JSON cannot represent (NaN would become null).
     """
     data = msgspec.json.encode(value)
     if b"null" in data:
@@ -124,7 +124,7 @@ def to_json(value: Any) -> bytes:
 
 
 def with_id(request: SendRequest) -> SendRequest:
-    """Return `request`, with a fresh id where it has none: what is tried twice needs one name."""
+    """Return `request`, with a fresh id where it has none: both tries of a send need the same id."""
     if not isinstance(request, SendRequest):
         refuse("invalid_message", f"a stream of messages must yield SendRequest, not {type(request).__name__}")
     if request.client_message_id is not None:
@@ -133,8 +133,8 @@ def with_id(request: SendRequest) -> SendRequest:
 
 
 def encode(request: SendRequest) -> bytes:
-    """Encode a send as JSON; raises `InvalidMessage` for what JSON can't say (NaN would become null)."""
-    # refuse bytes where text belongs, which JSON would turn into other text, a meta that is no object, and a span
+    """Encode a send as JSON; raises `InvalidMessage` for what JSON cannot represent (NaN would become null)."""
+    # refuse bytes where text belongs, which JSON would turn into other text, a meta that is not a dict, and a timedelta
     for field in ("body", "body_base64"):
         if not isinstance(getattr(request, field), str | None):
             refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)

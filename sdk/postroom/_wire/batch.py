@@ -4,8 +4,8 @@ Promises: every message gets exactly one result; at most `WINDOW` messages are s
 broken connection left unanswered goes out again under the same id, which makes the second try harmless at the daemon.
 Fails with the `PostroomError` that outlasted the caller's patience; the results so far have been yielded by then.
 
-The lines that wait are filled from the caller's iterable and emptied into one request after another. Both ends wait for
-the other, so that a million lines never lie in memory. What a broken connection left unanswered is given back and goes
+The backlog is filled from the caller's iterable and emptied into one request after another. Each end waits for the
+other, so a million lines are never in memory at once. What a broken connection left unanswered is given back and goes
 out first. An ordinary iterable may block, so a thread walks it, and the event loop goes on.
 """
 
@@ -54,13 +54,13 @@ class Batch:
         self._unread = asyncio.Semaphore(MAX_UNREAD)
         self._unanswered: deque[Line] = deque()
         self._answered = asyncio.Event()
-        self._later: list[Line] = []  # told to try again
+        self._later: list[Line] = []  # answered with a problem that says to try again
         self._why_later: Problem | None = None
 
     async def results(self) -> AsyncGenerator[list[BatchResult], None]:
         """Yield results as they come; `line` says which message each is for, counted from 1."""
         working = asyncio.create_task(self._work())
-        working.add_done_callback(lambda _: self._results.put_nowait([]))  # the end, however it came about
+        working.add_done_callback(lambda _: self._results.put_nowait([]))  # the end, whatever caused it
         try:
             while results := await self._results.get():
                 self._unread.release()
@@ -82,7 +82,7 @@ class Batch:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _read_messages(self) -> None:
-        """Put every message into the backlog, encoded; one that JSON can't say is refused alone."""
+        """Put every message into the backlog, encoded; one that JSON cannot represent is refused alone."""
         number = 0
         try:
             async for message in self._messages:
@@ -97,12 +97,12 @@ class Batch:
             self._backlog.close()
 
     async def _publish(self, results: list[BatchResult]) -> None:
-        """Hand results to the caller, once it has taken most of those before."""
+        """Pass results to the caller, once it has taken most of the earlier ones."""
         await self._unread.acquire()
         self._results.put_nowait(results)
 
     async def _one_request(self) -> None:
-        """Send what waits through one request, for as long as it lasts; what it left open waits again."""
+        """Send what waits in one request, for as long as that lasts; lines without a final answer wait again."""
         over = asyncio.Event()
         try:
             async with self._transport.open(
@@ -157,7 +157,7 @@ class Batch:
     async def _settle_all(self, answers: list[bytes]) -> None:
         """Match answers that came together with the oldest unanswered lines, and publish the results.
 
-        Those before a senseless answer are published too; a line that has to be tried again has none yet.
+        Those before an invalid answer are published too; a line that has to be tried again has none yet.
         """
         results: list[BatchResult] = []
         try:
@@ -215,7 +215,7 @@ class Backlog:
         self._update()
 
     def give_back(self, lines: Iterable[Line]) -> None:
-        """Put lines that were taken, and never answered, before all others, in their order."""
+        """Put lines that were taken but not answered back before all others, in their order."""
         self._waiting.extendleft(reversed(list(lines)))
         self._update()
 

@@ -1,8 +1,8 @@
-"""CloudEvents 1.0 over HTTP (https://cloudevents.io): read where they come in, written where a handler wants them.
+"""CloudEvents 1.0 over HTTP (https://cloudevents.io): read where they arrive, written where a handler expects them.
 
 An event is a JSON object (structured mode, `application/cloudevents+json`), or its attributes are headers and its data
 the body (binary mode). As a message its data is the body and its attributes are `meta.cloudevent`, so that a handler
-which wants CloudEvents gets the very event. `source` and `id` name an event, and so the message: an event that is sent
+of CloudEvents gets the event back unchanged. `source` and `id` name an event, and so the message: an event that is sent
 twice is one message.
 """
 
@@ -44,7 +44,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class _Structured(msgspec.Struct):
-    """What of an event in JSON is no attribute; the bytes of its data are kept as they came."""
+    """The members of an event in JSON that are not attributes; the bytes of its data are kept as they came."""
 
     data: msgspec.Raw = msgspec.Raw(b"")
     data_base64: str | None = None
@@ -89,7 +89,7 @@ class CloudEvent(NamedTuple):
         return {f"{_HEADER}{name}": _header(value) for name, value in self.attributes.items() if name != _CONTENT_TYPE}
 
     def message(self, to: str) -> SendRequest:
-        """Return the message that it is, sent to `to`; its id follows from the event's."""
+        """Return the event as a message to `to`; its id follows from the event's."""
         named = hashlib.sha256(f"{self.attributes['source']}\n{self.attributes['id']}".encode()).hexdigest()
         body = {} if self.data is None else _text_or_base64(self.data, "body", "body_base64")
         return SendRequest(to=to, client_message_id=f"ce-{named[:40]}", meta={META: self.attributes}, **body)
@@ -113,7 +113,7 @@ def read_event(headers: Mapping[str, str], body: bytes) -> CloudEvent:
         name.removeprefix(_HEADER): _unquote(name, value) for name, value in given.items() if name.startswith(_HEADER)
     }
     if not attributes:
-        sentence = f"this is no CloudEvent: its Content-Type is not {STRUCTURED}, and it has no header ce-specversion"
+        sentence = f"not a CloudEvent: its Content-Type is not {STRUCTURED}, and it has no header ce-specversion"
         refuse("unsupported_media_type", sentence)
     if body and "content-type" in given:
         attributes[_CONTENT_TYPE] = given["content-type"]
@@ -121,7 +121,7 @@ def read_event(headers: Mapping[str, str], body: bytes) -> CloudEvent:
 
 
 def is_json(media: str) -> bool:
-    """Tell whether data of a media type is JSON."""
+    """Return whether data of a media type is JSON."""
     return _IS_JSON.fullmatch(media.partition(";")[0].strip()) is not None
 
 
@@ -166,8 +166,8 @@ def _checked(attributes: dict[str, Any]) -> dict[str, Any]:
         refuse("unsupported_version", f"CloudEvents {attributes['specversion']!r} is not {VERSION}", "specversion")
     for name, value in attributes.items():
         if _NAME.fullmatch(name) is None:
-            rule = "an attribute is called by 1 to 20 lower-case letters and digits"
-            refuse("invalid_field", f"{name!r} is no attribute of a CloudEvent: {rule}", name[:64])
+            rule = "use 1 to 20 lower-case letters and digits"
+            refuse("invalid_field", f"{name!r} is not an attribute's name in CloudEvents: {rule}", name[:64])
         if not isinstance(value, str | int | bool):
             refuse("invalid_field", f"the attribute `{name}` must be text, a whole number, or true or false", name)
         if isinstance(value, str) and _CONTROL.search(value):
@@ -180,7 +180,7 @@ def _checked(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decodes(data: bytes) -> bool:
-    """Tell whether data is JSON, as it says: nobody has decoded it before."""
+    """Return whether data really is JSON, as its media type claims: nothing has decoded it before."""
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,8 @@
 """Connections of a client in an event loop: one exchange at a time on each, kept open for the next.
 
-Promises: an exchange that ends in any other way than with its whole answer (a time-out, a cancelled task, an answer
-that is none) closes its connection; what arrives unasked does too. So an answer always belongs to its request.
-Fails with `Unreachable` where no connection came about, `Garbled`, `TimeoutError` or `ConnectionError`.
+Promises: an exchange that ends without its whole answer (a time-out, a cancelled task, something that is not an answer)
+closes its connection, and so does unsolicited data. So an answer always belongs to its request.
+Fails with `Unreachable` where no connection could be opened, `Garbled`, `TimeoutError` or `ConnectionError`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
         return data
 
     async def finish(self) -> bool:
-        """End the exchange; tell whether the connection can carry another, else it is closed."""
+        """End the exchange; return whether the connection can carry another, else it is closed."""
         upload, self._upload = self._upload, None
         usable = self.release(sent=upload is None or upload.done())
         if upload is not None:
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what nobody asked for ends the connection."""
+        """Feed the answer that is awaited; unsolicited data closes the connection."""
         answer = self._answer
         if answer is None:
             self.abort()
@@ -151,12 +151,12 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def eof_received(self) -> None:
-        """Take the end of what the peer sends for the end of the connection."""
+        """Treat the end of what the peer sends as the end of the connection."""
         self._end()
         self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let those who wait know."""
+        """Wake what waits on the connection."""
         del exc
         self._forget(self)
         self._writable.set()
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
             self._waiting = None
 
     def _end(self) -> None:
-        """Nothing more will come: that ends the answer, or breaks it off."""
+        """End the answer, or break it off: nothing more will come."""
         if self._answer is None or self._answer.ended or self._answer.end():
             self._wake()
         else:
@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
         self._fail(TimeoutError("no answer in time"))
 
     def _fail(self, error: BaseException) -> None:
-        """End the connection with `error`, for whoever waits for an answer."""
+        """End the connection; the exchange that waits for an answer fails with `error`."""
         self._error = self._error or error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
@@ -356,5 +356,5 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 
 @cache
 def default_tls() -> ssl.SSLContext:
-    """Return what trusts the authorities that the system trusts."""
+    """Return a context that trusts the system's certificate authorities."""
     return ssl.create_default_context()

@@ -1,15 +1,13 @@
-"""Dead letters: what nobody could handle, kept whole with the reason, and what an operator asks a broker about them.
+"""Dead letters: messages that could not be handled, kept whole with the reason, and an operator's requests about them.
 
 The rules begin at docs/contract/delivery.md#delivery-44.
 """
-
-from __future__ import annotations
 
 import base64
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 import msgspec
 
@@ -58,23 +56,23 @@ class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
             return base64.b64decode(self.payload_base64)
         return (self.payload or "").encode()
 
-    def with_data(self, data: bytes) -> DeadLetter:
+    def with_data(self, data: bytes) -> Self:
         """Return the letter with this payload."""
         try:
             return msgspec.structs.replace(self, payload=data.decode(), payload_base64=None)
         except UnicodeDecodeError:
             return msgspec.structs.replace(self, payload=None, payload_base64=base64.b64encode(data).decode())
 
-    def without_data(self) -> DeadLetter:
+    def without_data(self) -> Self:
         """Return the letter without its payload."""
         return msgspec.structs.replace(self, payload=None, payload_base64=None)
 
-    def summary(self) -> DeadLetter:
+    def summary(self) -> Self:
         """Return the letter as a list shows it: with neither payload nor headers."""
         return msgspec.structs.replace(self.without_data(), headers={})
 
-    def shortened(self) -> DeadLetter:
-        """Return what of the letter fits into any message."""
+    def shortened(self) -> Self:
+        """Return the part of the letter that fits into any message."""
         return msgspec.structs.replace(self.summary(), payload_omitted=True)
 
 
@@ -108,7 +106,7 @@ class LettersQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class Letter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """A letter under the id that verbs take; without a `letter`, another program's thing in the place of one.
+    """A letter under the id that verbs take; without a `letter`, something of another program in its stream.
 
     `new_message_id` is that of its replay, where that is what the answer is about.
     """
@@ -143,7 +141,7 @@ class LetterCause(msgspec.Struct, kw_only=True, frozen=True):
 class LetterCauses(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why messages of a mesh are dead, the most frequent cause first.
 
-    `more` says that there are letters, or causes, that were not looked at; `unread` why letters that are in streams
+    `more` says that there are letters, or causes, that were not examined; `unread` why letters that are in streams
     alone are missing.
     """
 
@@ -173,7 +171,7 @@ class LetterLog(msgspec.Struct, kw_only=True):
 
 
 class LetterCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How many letters of each mesh are to be settled, by the name of its stream.
+    """How many letters of each mesh are open, by the name of its stream.
 
     `unread` is why those that are in streams alone are not counted.
     """

@@ -71,7 +71,7 @@ class Meaning(NamedTuple):
 
 
 def render(ledger: int) -> str:
-    """Write a ledger as 15 digits; raises `InvalidMessage` for a number that is none."""
+    """Write a ledger as 15 digits; raises `InvalidMessage` for any other number."""
     if not 0 <= ledger <= MOST:
         raise _not_a_ledger(str(ledger))
     return f"{ledger:0{DIGITS}d}"
@@ -111,15 +111,15 @@ def decode_guid(ledger: int) -> GuidLedger:
 
 
 def is_set(ledger: int, marker: int) -> bool:
-    """Tell whether the digit of weight `marker` is 1."""
+    """Return whether the digit of weight `marker` is 1."""
     return ledger // marker % 10 == 1
 
 
 def explain(text: str) -> list[Meaning]:
-    """Say what the digits of a ledger mean, from left to right; raises `InvalidMessage` where `text` is no ledger.
+    """Say what the digits of a ledger mean, from left to right; raises `InvalidMessage` where `text` is not a ledger.
 
-    The first three tell whose it is: an activity counts its attempts there, a message has nothing there. All zeros are
-    an activity that nobody has tried yet.
+    The first three show whose it is: an activity counts its attempts there, a message has zeros. All zeros are an
+    activity that has not been attempted yet.
     """
     steps: ActivityLedger | GuidLedger
     if kind_of(text) == "activity":
@@ -148,7 +148,7 @@ def explain(text: str) -> list[Meaning]:
 
 
 def kind_of(text: str) -> Literal["activity", "message"]:
-    """Tell whose the 15 digits are; raises `InvalidMessage` where they are those of none, as a step before the work."""
+    """Say whose the 15 digits are; raises `InvalidMessage` where no ledger can have them, as a step before the work."""
     ledger = parse(text)
     activity, guid = decode_activity(ledger), decode_guid(ledger)
     is_activity = ledger == 0 or ledger >= LEG1_ATTEMPT
@@ -175,7 +175,8 @@ def kind_of(text: str) -> Literal["activity", "message"]:
     )
     for holds, problem in contradictions:
         if holds:
-            raise _impossible(text, problem)
+            detail = f"{text} is not a ledger: {problem}; copy one of `postroom jobs show`"
+            raise InvalidMessage.of("invalid_ledger", detail, field="ledger")
     return "activity" if is_activity else "message"
 
 
@@ -188,13 +189,5 @@ def _times(count: int) -> str:
 
 
 def _not_a_ledger(text: str) -> InvalidMessage:
-    """Refuse what is no ledger."""
     detail = f"{text!r} is not a ledger: write 15 digits, of which those at positions 4 to 7 are 0 or 1"
     return InvalidMessage.of("invalid_ledger", detail, field="ledger")
-
-
-def _impossible(text: str, problem: str) -> InvalidMessage:
-    """Refuse 15 digits that stand in no ledger."""
-    return InvalidMessage.of(
-        "invalid_ledger", f"{text} is not a ledger: {problem}; copy one of `postroom jobs show`", field="ledger"
-    )

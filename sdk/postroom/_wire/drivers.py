@@ -1,6 +1,6 @@
-"""Statements on whatever connection a program has to its Postgres: one shape for the drivers that there are.
+"""Statements on a program's own connection to its Postgres: one interface to the common drivers.
 
-A driver is known by what its connections offer, so that none is imported that the program has not. A step is a
+A driver is recognised by the attributes of its connections, so that no driver has to be imported. A step is a
 coroutine; with a connection that is not asynchronous it never waits for a loop (`sockets.run_to_end`).
 """
 
@@ -20,11 +20,11 @@ class Driver(Protocol):
     asynchronous: bool
 
     async def in_transaction(self) -> bool:
-        """Tell whether what it writes waits for the program's commit."""
+        """Return whether what it writes waits for the program's commit."""
         ...
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
-        """Return the one row of a query, whose parameters stand in it as `:name`; raises what the library raises."""
+        """Return the one row of a query with parameters written as `:name`; raises what the library raises."""
         ...
 
 
@@ -37,7 +37,7 @@ class Asyncpg:
         self._connection = connection
 
     async def in_transaction(self) -> bool:
-        """Tell whether a transaction block is open."""
+        """Return whether a transaction block is open."""
         return bool(self._connection.is_in_transaction())
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
@@ -56,7 +56,7 @@ class Psycopg:
         self._connection = connection
 
     async def in_transaction(self) -> bool:
-        """Tell whether a transaction is open, or its next statement opens one."""
+        """Return whether a transaction is open, or its next statement opens one."""
         return not self._connection.autocommit or self._connection.info.transaction_status.name != "IDLE"
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
@@ -76,7 +76,7 @@ class SqlAlchemy:
         self._connection = connection
 
     async def in_transaction(self) -> bool:
-        """Tell whether its transactions are some: each begins by itself, but for those that commit each statement."""
+        """Return whether it has transactions: each begins by itself, except in autocommit."""
         lent = await self._lent()
         return not getattr(getattr(lent, "sync_connection", lent).connection.dbapi_connection, "autocommit", False)
 
@@ -105,7 +105,7 @@ class Django:
         self._connection = connection
 
     async def in_transaction(self) -> bool:
-        """Tell whether it is within `transaction.atomic`, or commits by hand."""
+        """Return whether it is within `transaction.atomic`, or commits by hand."""
         return bool(self._connection.in_atomic_block or not self._connection.get_autocommit())
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
@@ -121,13 +121,13 @@ _DRIVERS: Final[Mapping[str, type[Asyncpg | Psycopg | SqlAlchemy | Django]]] = {
     "is_in_transaction": Asyncpg,
     "in_atomic_block": Django,
     "in_nested_transaction": SqlAlchemy,
-    "get_bind": SqlAlchemy,  # a scoped session, which is a session's stand-in
+    "get_bind": SqlAlchemy,  # a scoped session, which is a proxy of a session
     "pgconn": Psycopg,
 }
 
 
 def driver_of(connection: Any) -> Driver:
-    """Return what speaks to `connection`; raises `TypeError` for what is no connection of a known library."""
+    """Return the driver of `connection`; raises `TypeError` where it is not a connection of a known library."""
     for attribute, driver in _DRIVERS.items():
         if hasattr(connection, attribute):
             return driver(connection)

@@ -3,7 +3,7 @@
     sha256( envelope_version 00 destination_kind 00 destination_ref 00 reply_to or "" 00
             priority 00 meta_canonical_json 00 body_hash )
 
-Computed once when an outbox row is written, computed anew by the broker, and compared by nobody else.
+Computed once when an outbox row is written and again by the broker; nothing else compares it.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import rfc8785
 
 ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
-_EXACT: Final = 2**53  # beyond it a double does not know every integer
+_EXACT: Final = 2**53  # beyond it a double cannot hold every integer
 _PLAIN_FLOATS: Final = (1e-3, 1e15)  # between them msgspec writes a fraction as RFC 8785 does
 _CONTAINERS: Final = {dict, list, tuple}
 _AS_THEY_ARE: Final = {str, bool, type(None)}
@@ -39,15 +39,15 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
         return _encode(_canonical(dict(meta)))
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise NotCanonical(str(error)) from error
-    except TypeError:  # JSON has none, a program's dict may: what joins or sorts them fails
+    except TypeError:  # of a program's dict, not of JSON: joining or sorting such keys fails
         raise NotCanonical("it has keys that are not text") from None
 
 
 def _canonical(value: Any) -> Any:
     """Return what msgspec writes as RFC 8785 wants it: keys in order, numbers as JavaScript prints them.
 
-    msgspec escapes strings by the same rules, and in a tenth of the time that the library takes, whose word it is on
-    everything unusual: a sender's largest `meta` must not hold up everybody else's messages.
+    msgspec escapes strings by the same rules in a tenth of the time that the library takes, so that a sender's largest
+    `meta` does not delay the messages of others. Everything unusual is left to the library.
     """
     kind = type(value)
     if not value and kind in _CONTAINERS:
@@ -68,7 +68,7 @@ def _each(values: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
 
 
 def _are_plain(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Tell whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
+    """Return whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
     integers = _of_kind(int, values, kinds)
     fractions = _of_kind(float, values, kinds)
     sizes = list(map(abs, fractions))

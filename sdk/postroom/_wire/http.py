@@ -32,11 +32,11 @@ _HTTP: Final = b"HTTP/1."
 
 
 class Garbled(Exception):
-    """What arrived is no answer in HTTP/1.1; the message says why."""
+    """What arrived is not an answer in HTTP/1.1; the message says why."""
 
 
 class Unreachable(Exception):
-    """No connection came about; its cause says why."""
+    """No connection could be opened; its cause says why."""
 
 
 class Head(NamedTuple):
@@ -51,7 +51,7 @@ class Head(NamedTuple):
     lines: bytes = b""
 
     def field(self, name: bytes) -> str | None:
-        """Return what a header says, the first of that name; None where there is none."""
+        """Return the value of the first header of that name, None if there is none."""
         found = re.search(rb"(?i)\r\n" + re.escape(name) + rb":[\t ]*([^\r]*?)[\t ]*(?=\r|$)", self.lines)
         return None if found is None else found[1].decode("latin-1")
 
@@ -150,7 +150,7 @@ class AnswerReader:
         return data
 
     def end(self) -> bool:
-        """Note that nothing more will arrive; tell whether the answer is whole."""
+        """Note that nothing more will arrive; return whether the answer is whole."""
         if self.head is not None and self.head.length is None and not self.head.chunked:
             self.ended = True
         return self.ended

@@ -27,7 +27,7 @@ class _Mint:
     """Mints ULIDs that grow strictly within a process: fresh randomness each millisecond, plus one within it.
 
     So ids sort in the order they were made in, also where the clock is set back, and only one id per millisecond pays
-    for randomness and its encoding. A forked process starts anew, or it would mint its parent's next ids.
+    for randomness and its encoding. A forked process starts over, or it would mint its parent's next ids.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Mint:
         """Forget everything."""
         self._lock = Lock()
         self._millisecond = -1
-        self._head = ""  # the 16 characters that stand for the time and the upper 30 bits of randomness
+        self._head = ""  # the 16 characters that encode the time and the upper 30 bits of randomness
         self._tail = 0  # the lower 50 bits, of the next id
 
     def take(self, count: int) -> tuple[str, int]:
@@ -97,11 +97,11 @@ def ulid_of(number: int) -> str:
 
 
 def is_client_message_id(text: str) -> bool:
-    """Tell whether `text` may be an id (docs/contract/send.md#send-29)."""
+    """Return whether `text` may be an id (docs/contract/send.md#send-29)."""
     return _CLIENT_MESSAGE_ID.fullmatch(text) is not None
 
 
 def context_of(subject: str) -> str:
-    """Return the mesh that a subject is of, whoever made it: in that of a command it comes second."""
+    """Return the mesh of a subject: the first word, or the second where the subject is a command's."""
     words = subject.split(".")
     return words[1] if words[0] == "cmd" and len(words) > 1 else words[0]

@@ -1,9 +1,9 @@
 """Jobs: what an operator sees of them, and asks of a broker (docs/contract/jobs.md#jobs-30).
 
-    POST /v1/jobs                StartJob        → StartedJob: 201, or 200 where that very job was started before
+    POST /v1/jobs                StartJob        → StartedJob: 201, or 200 where the same job was started before
     GET  /v1/jobs/messages/{id}                  → MessagePage: what became of one message
 
-The rest is that of every noun (`_wire/nouns.py`). A job is started by names alone: who asks needs no code of the flow.
+The rest is that of every noun (`_wire/nouns.py`). A job is started by names alone: the caller needs none of its code.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class StartJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class StartedJob(msgspec.Struct, kw_only=True):
-    """The answer to a start; `started` is false where that very job was started before."""
+    """The answer to a start; `started` is false where the same job was started before."""
 
     id: UUID
     mesh: str
@@ -117,7 +117,7 @@ class Activity(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class JobNote(msgspec.Struct, kw_only=True, frozen=True):
-    """What somebody did to a job."""
+    """What an operator did to a job."""
 
     at: datetime
     verb: str

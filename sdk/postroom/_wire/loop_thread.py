@@ -1,7 +1,7 @@
-"""A thread with an event loop of its own, for what blocking code needs one for.
+"""A thread with an event loop of its own, for blocking code that needs one.
 
 Ctrl-C may come between any two instructions of the thread that waits. So that thread holds no lock that the loop needs,
-and what it leaves running is ended on the loop, by whoever closes it.
+and what it leaves running is ended on the loop when the iteration is closed.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class LoopThread:
         return ended.get().result()
 
     def walk(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
-        """Yield the items, each taken on the loop; once this is closed nothing of theirs runs any more."""
+        """Yield the items, each taken on the loop; once this is closed, none of their code still runs."""
         taking: asyncio.Task[Any] | None = None
 
         async def take() -> T:

@@ -110,7 +110,7 @@ class Checked(msgspec.Struct, frozen=True, gc=False):
     destination: Destination
     fingerprint: bytes  # 32 bytes
     body: bytes
-    meta: bytes  # canonical JSON, empty where there is none
+    meta: bytes  # canonical JSON, empty without meta
 
 
 _decode_send: Final = msgspec.json.Decoder(SendRequest).decode
@@ -119,7 +119,7 @@ _encode_envelope: Final = msgspec.json.Encoder().encode
 
 
 def read_traceparent(given: str | None) -> str | None:
-    """Return a traceparent as it came; what is not as W3C Trace Context has it is none."""
+    """Return a traceparent unchanged, None where it does not have the form of W3C Trace Context."""
     return given if given and TRACEPARENT.fullmatch(given) else None
 
 
@@ -137,7 +137,7 @@ def prepare(
 ) -> PreparedSend:
     """Check one send, decoded or not; the `Idempotency-Key` wins over the body's `client_message_id`.
 
-    Raises `InvalidMessage` (400 or 413) that names the field; nothing has been written then.
+    Raises `InvalidMessage` (400 or 413) that names the field, before anything is written.
     """
     request = send if isinstance(send, SendRequest) else decode_request(send)
     if idempotency_key is not None:
@@ -177,7 +177,7 @@ def prepare(
 
 
 def decode_request(data: bytes) -> SendRequest:
-    """Decode the JSON of a send; refuses what a fingerprint or a reader could take two ways (duplicate keys)."""
+    """Decode the JSON of a send; refuses duplicate keys, which a fingerprint and a reader could take two ways."""
     refuse_too_many_values(data)
     try:
         request = _decode_send(data)
@@ -194,11 +194,11 @@ def decode_request(data: bytes) -> SendRequest:
 
 
 def refuse_too_many_values(data: bytes, most: int | None = None) -> None:
-    """Raise `InvalidMessage` where decoding `data` would make more values than a message, or `most` than a request.
+    """Raise `InvalidMessage` where `data` holds more values than a message may, or than `most` in a request.
 
-    It counts the signs between values, window by window, so that four megabytes of `[1,1,1,…]` are refused at once:
-    decoding them would take a third of a second, in which nobody else is served. Signs within strings count only where
-    they have to be told apart: most texts have too few with them.
+    It counts the separators between values, window by window, so that four megabytes of `[1,1,1,…]` are refused at
+    once: decoding them would take a third of a second, in which nobody else is served. Those within strings are left
+    out by a second, slower count, which most texts do not need.
     """
     limit, field = (MAX_VALUES, "meta") if most is None else (most, None)
     if len(data) <= limit:
@@ -209,7 +209,7 @@ def refuse_too_many_values(data: bytes, most: int | None = None) -> None:
         if signs > limit:
             break
     else:
-        return  # too few, those within strings among them
+        return  # too few, even with those within strings
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of the quotes begins or ends a string
     quotes = commas = openings = 0
@@ -228,7 +228,7 @@ def refuse_too_many_values(data: bytes, most: int | None = None) -> None:
 
 
 def refuse_duplicate_keys(data: bytes) -> None:
-    """Raise `InvalidMessage` where a key is given twice in one object of `data`, which has been decoded before."""
+    """Raise `InvalidMessage` where a key is given twice in one object of `data`, which is known to be JSON."""
     try:
         json.loads(data, object_pairs_hook=_unique_keys)
     except ValueError as error:  # an integer with more digits than Python converts
@@ -277,7 +277,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
 
 @lru_cache(maxsize=4096)
 def parse_destination(text: str, field: str = "to") -> Destination:
-    """Split and check `kind:name`, as `field` gives it; raises `InvalidMessage` that states the rule of that kind."""
+    """Split and check `kind:name`, the value of `field`; raises `InvalidMessage` with the rule of that kind."""
     kind, colon, ref = text.partition(":")
     if not colon or kind not in _RULES:
         refuse("invalid_destination", f"`{field}` must be topic:<name>, dm:<member> or queue:<name>", field)
@@ -287,7 +287,7 @@ def parse_destination(text: str, field: str = "to") -> Destination:
 
 
 def check_destination(text: str | None) -> str | None:
-    """Return the destination that a filter names, if any; raises `InvalidMessage` for what is none."""
+    """Return the destination that a filter names, if any; raises `InvalidMessage` where it is not a destination."""
     if text is not None:
         parse_destination(text, "destination")
     return text
@@ -325,9 +325,9 @@ def _utc(moment: datetime | None) -> datetime | None:
 
 
 def _is_shortest(data: bytes, request: SendRequest) -> bool:
-    """Tell whether `data` has no room for a member beside those of `request`, so that no key is given twice in it.
+    """Return whether `data` has no room for a member besides those of `request`, so that no key is given twice in it.
 
-    Nothing that decodes into the same texts is shorter than what we write. Of numbers and times there is.
+    No other JSON of the same texts is shorter than what we write. Of numbers and times there is shorter JSON.
     """
     if request.meta is not None or request.not_before is not None:
         return False
@@ -337,9 +337,8 @@ def _is_shortest(data: bytes, request: SendRequest) -> bool:
 def _quotes_in(data: bytes, body: str | None = None) -> int:
     """Count the quotes that begin or end a string in valid JSON: those that no backslash escapes.
 
-    A long `body` that it holds as we write it is left out first: to look for its text takes a third of the time that
-    counting the quotes within does. Whatever lies between two quotes that nothing escapes, and looks the same, has no
-    others, be it the body or not.
+    A long `body` that it holds as we write it is left out first: to find its text takes a third of the time of counting
+    its quotes. Any text between two unescaped quotes that equals it has no others, whether it is the body or not.
     """
     if b"\\" not in data:
         return data.count(b'"')
@@ -356,8 +355,8 @@ def _quotes_in(data: bytes, body: str | None = None) -> int:
 def _quotes_of(request: SendRequest) -> int:
     """Count the quotes of the shortest JSON that decodes into `request`.
 
-    A key that stands twice, or one with its default spelt out, leaves more of them in the text than here, never
-    fewer: so where the two counts agree no key stood twice, and the text need not be read again to be sure.
+    A key that is given twice, or with its default spelt out, adds quotes to the text and never removes any. So where
+    the two counts agree no key was given twice, and the text need not be read again.
     """
     texts = (request.to, request.body, request.body_base64, request.reply_to, request.client_message_id)
     quotes = 4 * (len(texts) - texts.count(None))
@@ -410,7 +409,7 @@ def _check_size(meta: dict[str, Any]) -> None:
 
 
 def _nodes(children: Collection[Any]) -> Collection[Any]:
-    """Return those of the children that have children; most have none, and are not looked at one by one."""
+    """Return those of the children that have children; lists of plain values are not examined one by one."""
     if _NODES.isdisjoint(map(type, children)):
         return ()
     return [child for child in children if isinstance(child, (dict, list))]
@@ -425,7 +424,7 @@ def _holds_nul(value: Any) -> bool:
 
 
 def where(error: msgspec.ValidationError) -> tuple[str | None, str]:
-    """Split msgspec's sentence into the field it concerns and what it says, which names the field in words."""
+    """Split msgspec's sentence into the field it concerns and a sentence that names the field in words."""
     sentence, _, path = str(error).partition(" - at `$")
     if length := _LENGTH.fullmatch(sentence):
         sentence = f"Expected {'at most' if length[1] == '<' else 'at least'} {length[2]} characters"

@@ -1,7 +1,7 @@
-"""A moment in a request: it has its offset, and a place in the calendar of those who read it in UTC.
+"""A moment in a request: it has an offset, and its time in UTC is within Python's calendar.
 
-The last hours before the year 10000 are in it only with an offset of zero or more, and the first of the year 1 with one
-of zero or less. Python reads such a time, and fails where it is compared with those of a database.
+The last hours before the year 10000 are within it only with an offset of zero or more, and the first of the year 1 with
+one of zero or less. Python reads other such times, and fails where they are compared with those of a database.
 """
 
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ def check_moments(**moments: datetime | None) -> None:
 
 
 def check_finite(**moments: datetime | None) -> None:
-    """Do that also where a field is an end of the calendar itself, which Postgres is given as infinite."""
+    """Raise it also where a field is the first or last moment of the calendar, which Postgres stores as infinite."""
     check_moments(**moments)
     for name, moment in moments.items():
         if moment in {_FIRST, _LAST}:

@@ -1,7 +1,7 @@
 """Names, and the reasons of operators: what each may be, as a pattern and in words (docs/contract/send.md#send-102).
 
-What can be created can be written to, so the rules of administration are those of destinations. The checks of the
-tables, in SQL, are a second line.
+What can be created can be written to, so the rules of administration are those of destinations. The constraints of the
+tables are a second line of defence.
 """
 
 import re
@@ -19,7 +19,7 @@ class Rule(NamedTuple):
     words: str
 
     def allows(self, text: object) -> bool:
-        """Tell whether `text` may be such a name; what is no text may not."""
+        """Return whether `text` is a text that matches."""
         return isinstance(text, str) and self.pattern.fullmatch(text) is not None
 
     @property
@@ -52,7 +52,7 @@ _WHOSE: Final = {
 
 
 def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
-    """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
+    """Return `name` if a thing of that `kind` may have it; raises `InvalidMessage` with the rule."""
     whose, rule = _WHOSE[kind]
     if not rule.allows(name):
         raise InvalidMessage.of("invalid_name", f"{name!r} is not {whose} name: {rule.words}", field=kind)

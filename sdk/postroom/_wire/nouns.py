@@ -1,14 +1,14 @@
-"""What an operator does at a broker: to each noun the same requests, of which a `Noun` is the table.
+"""What an operator does at a broker: the same requests for each noun, as a table (`Noun`).
 
     GET  /v1/<noun>              its query        → its page, some of the things; `next_cursor` goes on
     GET  /v1/<noun>/<place>                       → one thing whole
     GET  /v1/<noun>/log          MeshQuery        → its log, what operators did
-    GET  /v1/<noun>/counts                        → how many of all meshes wait for an operator
+    GET  /v1/<noun>/counts                        → how many of them wait for an operator, in all meshes
     POST /v1/<noun>/<verb>       its change       → its result
 
-Routes of the broker, calls of `BrokerClient`, commands and their help follow from the table. A verb means the things
-that its filter matches, by ids or by what they are; with `dry_run` it only says which. Every change needs a `reason`,
-which is kept with who did it, as the token says, in the one log (docs/contract/operate.md#operate-37).
+Routes of the broker, calls of `BrokerClient`, commands and their help follow from the table. A verb applies to the
+things that its filter matches, by ids or by other conditions; with `dry_run` it only lists them. Every change needs a
+`reason`, which is kept with the token's owner in the operator log (docs/contract/operate.md#operate-37).
 """
 
 from collections.abc import Mapping
@@ -31,15 +31,15 @@ C = TypeVar("C", bound=msgspec.Struct)  # how many there are
 F = TypeVar("F")  # a filter
 T = TypeVar("T")  # a thing
 
-_NONE: Any = None  # of a noun that has nothing of the kind: nobody asks for it
+_NONE: Any = None  # of a noun that has nothing of the kind, so that no route uses it
 CHANGES = 500  # things after which the answer of one request ends with a cursor
 
 
 class Verb(NamedTuple):
-    """What an operator may do to a thing, as a sentence for help and documents, and what the thing is `done` then.
+    """What an operator may do to a thing: its `effect`, a sentence for help and documents, and the participle `done`.
 
-    `states` are those in which it may be done; none: in any. A `grave` one ends or stops something, and looks so. One
-    that is `undoable` is taken back by another: it is done to one thing without a question.
+    `states` are those in which it may be done, empty for any. A `grave` one ends or stops something, and its button
+    shows that. One that is `undoable` is reversed by another, so it is done to one thing without a confirmation.
     """
 
     effect: str
@@ -49,14 +49,14 @@ class Verb(NamedTuple):
     undoable: bool = False
 
     def check(self, verb: str, thing: str, state: str) -> None:
-        """Raise `Conflict`, which says why, where it may not be done to a `thing` in a `state`."""
+        """Raise `Conflict` where it may not be done to a `thing` in this `state`."""
         if self.states and state not in self.states:
             allowed = " or ".join(sorted(self.states))
             raise Conflict.of("wrong_state", f"cannot {verb} {thing}: it must be {allowed}, and is {state}")
 
 
 class Change(msgspec.Struct, Generic[F], kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of a verb: on what of which mesh, and why; with `dry_run` nothing changes.
+    """The body of a verb: the `filter` of what it applies to, and the `reason`; with `dry_run` nothing changes.
 
     `cursor` is the `next_cursor` of the answer before.
     """
@@ -78,7 +78,7 @@ class Failure(msgspec.Struct, kw_only=True):
 class Result(msgspec.Struct, Generic[T], kw_only=True, omit_defaults=True):
     """What a verb did, or with a dry run would do: `done` are the things, `failed` those that it could not change.
 
-    `unread` is why there may be more things than are known just now.
+    `unread` is why there may be more things than could be found.
     """
 
     dry_run: bool
@@ -89,10 +89,10 @@ class Result(msgspec.Struct, Generic[T], kw_only=True, omit_defaults=True):
 
 
 class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
-    """A kind of things that operators see and change: what one is called, its path, its types, its verbs.
+    """A kind of things that operators see and change: its name, its path, its types, its verbs.
 
-    `place` is where one thing is, below the path, `at` the query that says which. `reads` and `changes` are
-    the accesses of the routes that show and that change them (broker/authentication.py).
+    `place` is the path of one thing, below `path`, `at` the query that says which. `reads` and `changes` are the access
+    that its routes need (broker/authentication.py).
     """
 
     name: str
@@ -113,7 +113,7 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
 
 
 def invalid_cursor() -> InvalidMessage:
-    """Refuse a cursor that no list gave."""
+    """Return the error for a cursor that no list returned."""
     detail = "the cursor is not one that a list returned: begin again without one"
     return InvalidMessage.of("invalid_cursor", detail, field="cursor")
 
@@ -139,7 +139,7 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class LogLine(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """Who did what (`verb`) to which thing (`noun`, `key`), why, and what came of it."""
+    """Who did what (`verb`) to which thing (`noun`, `key`), the reason, and the outcome."""
 
     at: datetime
     actor: str

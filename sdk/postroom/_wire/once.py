@@ -1,4 +1,4 @@
-"""Keys of `postroom.once` in the broker's database: what an operator sees of them, and asks.
+"""Keys of `postroom.once` in the broker's database: what an operator sees of them, and can do.
 
 The rule is docs/contract/delivery.md#delivery-75. It is for operators of every mesh: a key's tenant need not be a mesh.
 """
@@ -58,7 +58,7 @@ class KeyPage(msgspec.Struct, kw_only=True):
 
 
 class KeyNote(msgspec.Struct, kw_only=True, frozen=True):
-    """That an operator had a key forgotten: who, why, and what it was then."""
+    """An operator's forgetting of a key: who, why, and the key's state before."""
 
     verb: str
     at: datetime
@@ -86,7 +86,7 @@ class KeyDetails(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class KeyNames(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Which keys a verb means: these."""
+    """The keys that a verb applies to."""
 
     keys: Annotated[list[KeyName], msgspec.Meta(min_length=1, max_length=CHANGES)]
 
@@ -115,13 +115,13 @@ KEYS: Final[Noun[KeysQuery, KeyPage, KeyDetails, Any, Any, KeyNames, KeyName]] =
 
 
 def key_missing(what: str) -> NotFound:
-    """Say that there is no such key; `what` names it, as `the key 'k-1' of acme/orders`."""
+    """Return the error for a missing key; `what` names it, as `the key 'k-1' of acme/orders`."""
     detail = f"there is no {what.removeprefix('the ')}: `postroom once list` lists them"
     return NotFound.of("key_missing", detail)
 
 
 def key_held(what: str, owner: str, until: datetime | None) -> Conflict:
-    """Say that a worker holds it; `until` when is known while it does."""
+    """Return the error for a key that a worker holds, `until` the end of its lease where that is known."""
     lease = "" if until is None else f" until {when(until)}"
     detail = (
         f"{what} is held by {owner.rpartition('/')[0]}{lease}: forget it once that has ended, or stop the worker and "

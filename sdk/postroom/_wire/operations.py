@@ -1,4 +1,4 @@
-"""What an operator asks of a daemon: bodies and queries of the outbox and relay routes (docs/contract/send.md#send-14).
+"""An operator's requests to a daemon: bodies, queries of the outbox and relay routes (docs/contract/send.md#send-14).
 
     GET  /v1/outbox                 ListQuery       → OutboxPage
     GET  /v1/outbox/{id}                            → RowChain
@@ -37,7 +37,7 @@ Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some t
 
 
 class _Conditions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which rows are meant; a row has to match every field that is set."""
+    """Conditions on rows; a row has to match every field that is set."""
 
     status: RowStatus | None = None
     destination: str | None = None
@@ -96,10 +96,10 @@ class RequeueRequest(AbortRequest, kw_only=True, omit_defaults=True):
 
 
 class RowVerb(NamedTuple):
-    """What an operator may do to a row: in which states, and what that does; a reason is needed for each.
+    """What an operator may do to a row: in which states, and its effect; each needs a reason.
 
-    `held` says whether the row must be held, or must not be (None: either), `done` what the row is then, `body` what
-    the route on one row takes, and `urges` whether the relay has to look at once.
+    `held` says whether the row must be held, or must not be (None: either), `done` is the participle, `body` the body
+    of the route on one row, and `urges` whether the relay has to look for work at once.
     """
 
     states: frozenset[RowStatus]
@@ -111,7 +111,7 @@ class RowVerb(NamedTuple):
 
     @property
     def retires(self) -> bool:
-        """Whether a row is never posted again."""
+        """Whether the row is never posted again."""
         return issubclass(self.body, AbortRequest)
 
 
@@ -135,7 +135,7 @@ VERBS: Final[Mapping[Verb, RowVerb]] = MappingProxyType(
         ),
     }
 )
-"""What routes, methods, commands and `why_not` follow from; how each is done, `EFFECTS` of outbox/operating.py says."""
+"""What routes, methods, commands and `why_not` follow from; `EFFECTS` of outbox/operating.py does each."""
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,7 +1,7 @@
 """What daemons, brokers and workers report of themselves: the types of `/v1/programs`, and of `/v1/minutes`.
 
-The rules are docs/contract/operate.md#operate-60 and #operate-71. What is wrong with a program, how
-fast programs go and what an hour had are said here, for a terminal and a page alike.
+The rules are docs/contract/operate.md#operate-60 and #operate-71. The sentences about what is wrong with a program, the
+rates of programs and the summary of an hour are here, for the terminal and the console alike.
 """
 
 import shlex
@@ -16,11 +16,11 @@ from postroom._wire.nouns import Noun
 from postroom._wire.sends import RelayState
 from postroom._wire.words import counted, span, when
 
-REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it was
+REPORT_SECONDS: Final = 10.0  # between two reports of a program whose state does not change
 AWAY_SECONDS: Final = 3 * REPORT_SECONDS  # without a report, after which a program counts as away
 LOW_DISK_BYTES: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0  # by which a clock may differ: an event that is further ahead is refused
-LATENCIES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)  # seconds; more is the rest
+LATENCIES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)  # seconds; bounds of counts
 
 Kind = Literal["daemon", "broker", "worker"]
 MAX_LINE: Final = 1000  # characters
@@ -73,9 +73,9 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """What is wrong with what, in a sentence, and a command that helps next.
+    """What is wrong with a thing, in a sentence, and the command that helps next.
 
-    `down` is what does not run or cannot be asked, `wrong` what runs and is not well; the rest waits for somebody to
+    `down` is what does not run or cannot be reached, `wrong` what runs with a fault; the rest waits for an operator to
     `look` at it.
     """
 
@@ -86,7 +86,7 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 class Watched(Protocol):
-    """What says by itself what is wrong with it."""
+    """Anything that can report its own troubles."""
 
     def troubles(self) -> Iterator[Trouble]:
         """Yield what is wrong with it."""
@@ -103,9 +103,9 @@ def worst_first(troubles: Iterable[Trouble]) -> list[Trouble]:
 
 
 class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
-    """A program by its last report, which came at `reported_at`; it is `away` where the next ones did not come.
+    """A program by its last report, which came at `reported_at`; it is `away` where later ones did not come.
 
-    A daemon is called by its member, and is of a mesh. Its clock was `clock_seconds` ahead of the database's.
+    A daemon has the name of its member, and a mesh. Its clock was `clock_seconds` ahead of the database's.
     """
 
     kind: Kind
@@ -117,12 +117,12 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
 
     @property
     def title(self) -> str:
-        """What it is called: `alice@demo` for a daemon."""
+        """How it is named to people: `alice@demo` for a daemon."""
         return self.kind if self.mesh is None else f"{self.name}@{self.mesh}"
 
     @property
     def counts(self) -> dict[str, int]:
-        """What it counts: since it started, and what waits and is dead now."""
+        """Its totals since it started, with the rows that wait and are dead now."""
         now = {"waiting": self.waiting, "dead": self.dead}
         return self.totals | {name: value for name, value in now.items() if value is not None}
 
@@ -158,14 +158,14 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
 
 
 class Rates:
-    """How quickly what programs count grows, a second, by the last two reports of each."""
+    """How fast the counts of programs grow, per second, by the last two reports of each."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[object, ...], Program] = {}
         self._rates: dict[tuple[object, ...], dict[str, float]] = {}
 
     def see(self, programs: Iterable[Program]) -> None:
-        """Take in what programs say now; one that is gone, or away, has no rate."""
+        """Take in the current reports; a program that is missing or away has no rate."""
         last, rates = self._last, self._rates
         self._last, self._rates = {}, {}
         for one in programs:
@@ -190,7 +190,7 @@ class Rates:
 
 
 class ProgramsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/programs`: the daemons of one mesh, or without one everything that one may see."""
+    """The query string of `GET /v1/programs`: the daemons of one mesh, or without one all that the caller may see."""
 
     mesh: str | None = None
 
@@ -212,7 +212,7 @@ PROGRAMS: Final[Noun[ProgramsQuery, ProgramPage, Any, Any, Any, Any, Any]] = Nou
 
 
 class MinutesQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/minutes`: so many, up to the one that runs."""
+    """The query string of `GET /v1/minutes`: the last so many, up to the current one."""
 
     last: Annotated[int, msgspec.Meta(ge=1, le=1440)] = 60
 
@@ -233,7 +233,7 @@ class Minute(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 def hour_in_words(minutes: Sequence[Minute]) -> dict[str, str]:
-    """Say of each thing how many there were in all and at most, and of latencies the last one and the longest."""
+    """Describe an hour: of each count its sum and its highest minute, of each latency the last one and the longest."""
     said = {}
     for name in ("accepted", "handled", "dead_lettered"):
         counts = [getattr(one, name) for one in minutes]
@@ -245,7 +245,7 @@ def hour_in_words(minutes: Sequence[Minute]) -> dict[str, str]:
 
 
 class MinutePage(msgspec.Struct, kw_only=True):
-    """Minutes, one after the other, the last one the minute that runs."""
+    """Minutes in order, the last of them the current one."""
 
     minutes: list[Minute]
 

@@ -1,9 +1,9 @@
-"""Trying again: what failed, in words to keep; how long to wait first; `Retry-After`; a deadline that ends it.
+"""Trying again: how long to wait first, `Retry-After`, a deadline that ends it; and an error's text, to be kept.
 
-`Backoff` is the one formula of a delay, with the one jitter. Whatever asks a server again draws from it: clients, the
-relay, publishers, a consumer's schedule and a message's own policy, a connection that is opened anew.
+`Backoff` is the one formula of a delay, with its jitter, for everything that is retried: clients, the relay,
+publishers, a consumer's schedule and a message's own policy, connections.
 
-What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
+A retry carries the id of the first try, so a try whose answer was lost cannot become two messages.
 """
 
 import math
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 RETRY_AFTER_LEAST: Final = 1.0  # second
 RETRY_AFTER_MOST: Final = 15 * 60.0  # seconds
-STEADY: Final = 0.8  # of a pause that somebody set for one thing: the rest is enough to part what failed together
+STEADY: Final = 0.8  # of a pause that was set for one thing: the rest is enough to separate what failed together
 _MOST_CHARACTERS: Final = 1000  # of what is kept of an error
 _LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
 
@@ -30,7 +30,7 @@ class Backoff(NamedTuple):
     """Pauses that grow: `first` seconds after the first failure, times `factor` with each further one, up to `most`.
 
     Each is drawn between its share `least` and the whole of it. With 0 the jitter is full, as it has to be where many
-    wait for one thing; `STEADY` keeps to a pause that a sender or an operator chose.
+    wait for one thing; `STEADY` stays near a pause that a sender or an operator chose.
     """
 
     first: float
@@ -54,10 +54,7 @@ async def _sleep(seconds: float) -> None:
 
 
 class Patience:
-    """How long to go on trying: `pause` waits before the next try, or raises the error once `seconds` are over.
-
-    `restart` says that something went well: the time and the backoff begin anew.
-    """
+    """How long to keep trying: `pause` waits before the next try, or raises the error once `seconds` are over."""
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class Patience:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Start the time and the backoff over, after a success."""
         self._deadline = self._clock() + self._seconds
         self._failures = 0
 
@@ -101,7 +98,7 @@ async def retrying(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T
 
 
 async def retrying_unless_arrived(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T:
-    """Run `attempt` again only where the peer refused it or it reached nobody: a verb must not run twice."""
+    """Run `attempt` again only where the peer refused it or it never arrived: a verb must not run twice."""
     while True:
         try:
             return await attempt()
@@ -112,12 +109,12 @@ async def retrying_unless_arrived(attempt: Callable[[], Awaitable[T]], patience:
 
 
 def clamp_retry_after(seconds: float) -> float:
-    """Bring what a peer asked for into 1 s … 15 min."""
+    """Limit the wait that a peer asked for to 1 s … 15 min."""
     return min(max(seconds, RETRY_AFTER_LEAST), RETRY_AFTER_MOST)
 
 
 def read_retry_after(header: str | None, now_ms: int) -> float | None:
-    """Read a `Retry-After` header, seconds or an HTTP date (RFC 9110 §10.2.3), clamped; None where it says nothing."""
+    """Read a `Retry-After` header, seconds or an HTTP date (RFC 9110 §10.2.3), clamped; None where it is neither."""
     if header is None:
         return None
     text = header.strip()
@@ -128,7 +125,7 @@ def read_retry_after(header: str | None, now_ms: int) -> float | None:
 
 
 def read_date(header: str | None) -> int | None:
-    """Read an HTTP date (RFC 9110 §5.6.7) as ms since the epoch; None where it is none."""
+    """Read an HTTP date (RFC 9110 §5.6.7) as ms since the epoch; None for anything else."""
     if header is None:
         return None
     try:
@@ -146,20 +143,20 @@ def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def tell(error: BaseException) -> str:
-    """Name an error that a handler raised and what it says, of a group its members too; whatever it was.
+def error_text(error: BaseException) -> str:
+    """Return the type and the text of any error that a handler raised, of a group those of its members too.
 
-    What neither Postgres nor a log can keep becomes an escape.
+    Characters that Postgres or a log cannot keep become escapes.
     """
-    kept = _told(error)[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+    kept = _unescaped(error)[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
     return kept.replace("\0", "\\x00")
 
 
-def _told(error: BaseException) -> str:
+def _unescaped(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 - it is the handler's own code
         text = f"(its text is not available: {type(broken).__name__})"
     if isinstance(error, BaseExceptionGroup):
-        text += ": " + "; ".join(map(_told, error.exceptions))
+        text += ": " + "; ".join(map(_unescaped, error.exceptions))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

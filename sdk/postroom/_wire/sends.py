@@ -1,6 +1,6 @@
-"""What the daemon answers: the result of a send, where it is now, and the rows that an operator sees.
+"""The daemon's answers: the result of a send, its state, the rows that an operator sees, and received messages.
 
-And what it has received: the types of `/v1/inbox` and `/v1/events` (docs/contract/delivery.md#delivery-82).
+The last are the types of `/v1/inbox` and `/v1/events` (docs/contract/delivery.md#delivery-82).
 """
 
 from datetime import datetime
@@ -19,9 +19,9 @@ MAX_PAGE: Final = 1000  # messages in one answer
 
 
 class SendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of a 202 or 200 to a send (docs/contract/send.md#send-37): kept on disk, whatever happens next.
+    """The body of a 202 or 200 to a send (docs/contract/send.md#send-37): the message is on disk.
 
-    `duplicate` says that the row was there before: the same message had been sent under this id.
+    `duplicate` says that the row already existed: the same message had been sent under this id.
     """
 
     client_message_id: str
@@ -123,7 +123,7 @@ MAX_ENDED: Final = 100  # rows in one report
 
 
 class EndedRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A row that died or was retired, as its daemon reports it; one that is `done` turned out to be accepted.
+    """A row that died or was retired, as its daemon reports it, or that turned out to be accepted (`done`).
 
     `successor` is the client_message_id of the row that superseded it.
     """
@@ -215,9 +215,9 @@ class Version(msgspec.Struct, kw_only=True):
 
 
 class InboxMessage(HistoryMessage, kw_only=True, omit_defaults=True):
-    """A received message: as the broker's history shows it, and where it lies in this daemon's inbox.
+    """A received message as the broker's history shows it, with its place in this daemon's inbox.
 
-    `position` grows from message to message and is never given twice: it is the id of the event of `GET /v1/events`.
+    `position` grows from message to message and is never used twice: it is the id of the event of `GET /v1/events`.
     """
 
     position: int

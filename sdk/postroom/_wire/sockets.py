@@ -1,7 +1,7 @@
 """Connections of a client without an event loop: blocking sockets to a daemon, one exchange at a time on each.
 
-The same as `connections.py`, in threads: what it promises and fails with is said there. `exchange` is a coroutine
-function so that one transport serves both, but it never waits for a loop.
+The same as `connections.py`, in threads, with the same promises and errors. `exchange` is a coroutine function so that
+one transport serves both, but it never waits for a loop.
 """
 
 import math
@@ -53,7 +53,7 @@ class BlockingConnection:
     def exchange(self, request: bytes, deadline: float, limit: int) -> tuple[Head, bytes]:
         """Send a request and return its answer, of at most `limit` bytes; then the connection can carry another.
 
-        An answer may come before the request is sent: it counts, and the connection is not used again.
+        An answer that comes before the whole request is sent is valid, but the connection is not used again.
         """
         answer, unsent, body = AnswerReader(), memoryview(request), bytearray()
         self.heard = usable = False
@@ -85,7 +85,7 @@ class BlockingConnection:
 
     @property
     def usable(self) -> bool:
-        """Whether another request can go over it: it is open, and nothing has come that nobody asked for."""
+        """Whether another request can go over it: it is open, and no unsolicited data has come."""
         return self._socket.fileno() >= 0 and not self._poll.poll(0)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class BlockingConnection:
         except BlockingIOError:
             return 0
         except ConnectionError:
-            return len(data)  # the daemon takes no more; what it said before that can still be read
+            return len(data)  # the daemon takes no more; what it sent before that can still be read
 
 
 class BlockingPool:

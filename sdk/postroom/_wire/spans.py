@@ -1,11 +1,11 @@
 """Spans of OpenTelemetry, and the one place that knows its interface (docs/contract/operate.md#operate-32).
 
-They are made where somebody has configured OpenTelemetry: an application, or `chassis/tracing.py` in our programs.
-Nothing is imported here before, so to make none costs a look into a dict.
+They are made where OpenTelemetry is configured, by an application or by `chassis/tracing.py` in our programs. Nothing
+is imported here before that, so without it a span costs one look-up in a dict.
 
-A message's spans are children of its `traceparent`, in whatever process they are made, so that they are one trace,
-sampled or not as its sender decided. Only `send` and a requeue begin traces. A message without a `traceparent` has no
-spans: each would be a trace by itself.
+A message's spans are children of its `traceparent` in every process, so that they are one trace, sampled or not as its
+sender decided. Only `send` and a requeue begin traces. A message without a `traceparent` has no spans: each would be a
+trace by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NONE: Final[Attributes] = MappingProxyType({})
 
 
 class Step(NamedTuple):
-    """A step of a message's way, in the words of OpenTelemetry's conventions for messaging."""
+    """A step on a message's way, in the words of OpenTelemetry's conventions for messaging."""
 
     name: str
     type: Literal["create", "send", "receive", "process"]
@@ -65,7 +65,7 @@ _decode_carried: Final = msgspec.json.Decoder(Carried).decode
 
 
 class Span:
-    """A span that ends with its block, or nothing where there is none."""
+    """A span that ends with its block; without `recorded`, a no-op."""
 
     __slots__ = ("_current", "_recorded", "_token", "traceparent")
 
@@ -92,7 +92,7 @@ class Span:
             from opentelemetry import context  # noqa: PLC0415 - the same
 
             context.detach(self._token)
-        if error is not None and not isinstance(error, GeneratorExit):  # who needs no more results has no error
+        if error is not None and not isinstance(error, GeneratorExit):  # a caller that stops early is not an error
             self._recorded.record_exception(error)
             code = error.code if isinstance(error, PostroomError) else type(error).__qualname__
             _fail(self._recorded, code, str(error))
@@ -104,13 +104,13 @@ class Span:
             self._recorded.set_attribute(name, value)
 
     def failed(self, code: str, detail: str) -> None:
-        """Note that what it is of failed, without an exception."""
+        """Note that the step failed, without an exception."""
         if self._recorded is not None:
             _fail(self._recorded, code, detail)
 
 
 def wanted() -> bool:
-    """Tell whether somebody has configured where this process's spans go; some libraries load the interface unasked."""
+    """Return whether this process exports spans; a library may have loaded the interface without a provider."""
     if _INTERFACE not in sys.modules:
         return False
     from opentelemetry import trace  # noqa: PLC0415 - loaded
@@ -119,7 +119,7 @@ def wanted() -> bool:
 
 
 def carried_by(payload: bytes) -> Carried:
-    """Read what an encoded `Envelope` says; one that is damaged says nothing, which is not for a span to find."""
+    """Read an encoded `Envelope`; a damaged one yields nothing, since reporting it is not a span's task."""
     try:
         return _decode_carried(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -129,7 +129,7 @@ def carried_by(payload: bytes) -> Carried:
 def sending(destination: str | None, message_id: str | None, traceparent: str | None) -> Span:
     """Begin the span of a send; a message that came without a `traceparent` is sent with the span's own.
 
-    Without a destination it is of a batch.
+    Without a destination it is the span of a batch.
     """
     if _INTERFACE not in sys.modules:  # without a provider there may still be a current span, to be passed on
         return Span(None, traceparent)
@@ -171,9 +171,9 @@ def record(
     error: tuple[str, str] | None = None,
     attributes: Attributes = _NONE,
 ) -> None:
-    """Record what was done with a message from `began` (ns since the epoch) until now, and why it failed, if it did.
+    """Record what was done with a message from `began` (ns since the epoch) until now.
 
-    An error is a code and a sentence.
+    `error` is a code and a sentence, if it failed.
     """
     parent = _remote(traceparent)
     if parent is None:
@@ -185,9 +185,9 @@ def record(
 
 
 def requeued(destination: str, message_id: str, traceparent: str) -> str:
-    """Record an operator's requeue, which begins a trace; return the `traceparent` of the message that it makes.
+    """Record an operator's requeue, which begins a trace; return the `traceparent` of the new message.
 
-    Its span has a link to the trace of the message that it replaces, and is as sampled as that is.
+    Its span links to the trace of the message that it replaces, and is sampled where that is.
     """
     parent = _remote(traceparent) if wanted() else None
     if parent is None or not parent.trace_flags.sampled:
@@ -207,7 +207,7 @@ def _begin(
     began: int | None = None,
     attributes: Attributes = _NONE,
 ) -> Recorded:
-    from opentelemetry import trace  # noqa: PLC0415 - loaded, or nobody wants spans
+    from opentelemetry import trace  # noqa: PLC0415 - loaded, or no spans are exported
     from opentelemetry.context import Context  # noqa: PLC0415 - the same
 
     named: dict[str, Any] = {
@@ -236,7 +236,7 @@ def _tracer() -> Tracer:
 
 
 def _remote(traceparent: str | None) -> SpanContext | None:
-    """Read a `traceparent`; None where it is none."""
+    """Read a `traceparent`; None where it is not valid."""
     if traceparent is None or TRACEPARENT.fullmatch(traceparent) is None:
         return None
     from opentelemetry import trace  # noqa: PLC0415 - the same
@@ -256,7 +256,7 @@ def _below(parent: SpanContext) -> Context:
 
 
 def _traceparent(recorded: Recorded) -> str | None:
-    """Return how a span's context is written; None where nobody has configured OpenTelemetry, and no span exists."""
+    """Return a span's `traceparent`; None where OpenTelemetry is not configured, and no span exists."""
     context = recorded.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}" if context.is_valid else None
 

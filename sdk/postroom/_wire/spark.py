@@ -1,4 +1,4 @@
-"""What a message says of the Spark task that wrote it: its id of the row, its traceparent of the partition.
+"""What a message shows of the Spark task that wrote it: its id names the row, its traceparent the partition.
 
 The traceparent is one of W3C Trace Context, where the trace is the write and the span is the partition. It is not part
 of a message's fingerprint, so a row that another task sends again is the same message; it names the task that sent the
@@ -17,7 +17,7 @@ _KINDS: Final = ("job", "write", "stream")
 
 
 def partition_id(write: UUID, number: int) -> UUID:
-    """Return the activity of a partition, by that of the write that is a job."""
+    """Return the activity of a partition of a write that is a job."""
     return uuid5(write, str(number))
 
 
@@ -33,7 +33,7 @@ class SparkTask(NamedTuple):
 
     @classmethod
     def read(cls, traceparent: str | None) -> Self | None:
-        """Return the task that a traceparent names; None where it is somebody else's."""
+        """Return the task that a traceparent names; None where it names something else."""
         found = _TRACEPARENT.fullmatch(traceparent or "")
         if found is None:
             return None
@@ -51,7 +51,7 @@ class SparkTask(NamedTuple):
 
     @property
     def write(self) -> str:
-        """What the driver calls the write."""
+        """The name that the driver gives the write."""
         if self.kind == "job":
             return f"the job {self.job}"
         if self.kind == "write":

@@ -1,4 +1,4 @@
-"""Named queries and numbered migrations from `.sql` files, so that no SQL stands in Python.
+"""Named queries and numbered migrations from `.sql` files, so that there is no SQL in Python.
 
 A file holds any number of queries; each begins with a line `-- name: <name>` and a line that says what it does:
 
@@ -28,7 +28,7 @@ _REMEDY: Final = "name the authority's certificate with sslrootcert=FILE"
 
 
 class Queries(dict[str, str]):
-    """The queries of one file by name; an unknown name is a `KeyError` when the module that wants it is imported."""
+    """The queries of one file by name; an unknown name is a `KeyError` when the module that uses it is imported."""
 
     def __init__(self, text: str) -> None:
         heads = list(_NAME.finditer(text))
@@ -64,7 +64,7 @@ def migrations(package: str, first: int = 1) -> list[tuple[int, str, str]]:
 
 
 def runs_on(found: int, known: int) -> bool:
-    """Tell whether a program whose schema has the version `known` runs on version `found` (0: there are no tables).
+    """Return whether a program whose schema has the version `known` runs on version `found` (0: there are no tables).
 
     It runs on its own, on the one before and on the one after (docs/contract/operate.md#operate-4).
     """
@@ -72,9 +72,9 @@ def runs_on(found: int, known: int) -> bool:
 
 
 def why_refused(error: Exception) -> str:
-    """Say what is wrong with a URL that asyncpg refused: one of its TLS options, else that it is none."""
+    """Say what is wrong with a URL that asyncpg refused: one of its TLS options, or the whole."""
     said = str(error).partition("\n")[0]
-    if "certificate" in said or "`ssl" in said:  # of these asyncpg names only files and the values that there are
+    if "certificate" in said or "`ssl" in said:  # in these asyncpg quotes only files and the possible values
         return f"the TLS options of database_url cannot be used: {said}; {_REMEDY}"
     return NO_URL
 

@@ -1,6 +1,6 @@
 """The story of one message, step by step, and where it waits now (docs/contract/operate.md#operate-51).
 
-    GET /v1/trace/{id}   of the broker                → Story: all that is in Postgres, and what consumers still want
+    GET /v1/trace/{id}   of the broker                → Story: what is in Postgres, and what consumers still wait for
     GET /v1/trace/{id}   of a daemon,    TraceQuery   → Story: its own rows, and its inbox
 
 Each answers for what it keeps; `follow_trace` asks both and puts the parts together.
@@ -19,16 +19,16 @@ from postroom._wire.words import when
 from postroom.errors import NotFound, PostroomError, Problem
 
 Outcome = Literal["done", "running", "waiting", "dead", "ended"]
-"""What came of a step.
+"""The outcome of a step.
 
-`waiting` goes on, by itself or with help; `dead` does not; `ended` it was by an operator, or by another attempt.
+`waiting` goes on, by itself or with help; `dead` does not; `ended` was ended by an operator, or by another attempt.
 """
 
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
-_MOST: Final = 20  # ids that one is asked for because the other knows them
+_MOST: Final = 20  # ids to ask one for because the other's answer has them
 NAME: Final = "client_message_id"
 TRACEPARENT: Final = "traceparent"
-REPAIRED: Final = "its cause is repaired"  # the reason in a command that helps then
+REPAIRED: Final = "its cause is repaired"  # the reason in suggested commands
 _OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
     "pending": "waiting",
     "inflight": "running",
@@ -49,7 +49,7 @@ _PHASES: Final = {  # in which the broker refuses a message (docs/contract/accep
 
 
 class Step(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """One thing that happened to a message: `what`, to which `thing`, where, when, and what came of it.
+    """One thing that happened to a message: `what`, to which `thing`, where, when, and its outcome.
 
     `id` names it within the story, and `parent` the step that it follows from; `by` is the operator who did it.
     Where several attempts were made, `attempt` is how many, and the rest is about the last.
@@ -69,7 +69,7 @@ class Step(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 class Wait(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """Where the story stops for now: at which step, why, and the command that helps, if one does."""
+    """Where the story stops for now: at which step, why, and the command that helps, if there is one."""
 
     step: str
     why: str
@@ -79,8 +79,8 @@ class Wait(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 class Story(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What became of a message, a row, an event, a dead letter or a job, with what it caused and what caused it.
 
-    Steps are in the order of time, a parent before its children. `more` says that there are more than are told,
-    `unread` what could not be looked at.
+    Steps are in the order of time, a parent before its children. `more` says that there are more than are shown,
+    `unread` what could not be read.
     """
 
     waits: list[Wait]
@@ -90,19 +90,19 @@ class Story(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TraceQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of the daemon's `GET /v1/trace/{id}`: who sent the message, to find it in the inbox too."""
+    """The query string of the daemon's `GET /v1/trace/{id}`: the message's sender, to find it in the inbox too."""
 
     sender: str | None = None
 
 
 Ask = Callable[[str, str | None], Awaitable[Story]]
-"""Asks one of those who keep a part: for an id, and with the sender where that is known; raises `NotFound`."""
+"""Asks the broker or the daemon for its part: by an id, with the sender where that is known; raises `NotFound`."""
 
 
 async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> Story:
-    """Ask both for an id and for the ids that the other's answer brings up, and put the parts together.
+    """Ask both for an id and for the ids in the other's answer, and put the parts together.
 
-    Who cannot be asked is `unread`. Where nobody told anything, raises why: `NotFound` where nobody knows it.
+    One that cannot be asked is `unread`. Without any part it raises why: `NotFound` where neither knows the id.
     """
     parts: dict[Ask, tuple[dict[str, Step], dict[str, Wait]]] = {}
     unread: list[Problem] = []
@@ -110,8 +110,8 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
     errors: list[PostroomError] = []
     away: list[Ask] = []
 
-    async def tell(keeper: Ask | None, one: str, sender: str | None = None) -> dict[str, str | None]:
-        """Add one part; return the ids that messages were sent under, and who sent them."""
+    async def add_part(keeper: Ask | None, one: str, sender: str | None = None) -> dict[str, str | None]:
+        """Ask for one part; return the ids of the messages in it, with their senders."""
         nonlocal more
         if keeper is None or keeper in away:
             return {}
@@ -130,13 +130,13 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
         more |= part.more
         return {step.ids[NAME]: step.ids.get("sender") for step in part.steps if NAME in step.ids}
 
-    sent = await tell(broker, id_)
-    rows = await tell(daemon if is_client_message_id(id_) else None, id_, sent.get(id_))
+    sent = await add_part(broker, id_)
+    rows = await add_part(daemon if is_client_message_id(id_) else None, id_, sent.get(id_))
     for name in list(rows.keys() - sent.keys())[:_MOST]:  # it was a row's id, or the row was requeued
-        sent |= await tell(broker, name)
+        sent |= await add_part(broker, name)
     for name, sender in list(sent.items())[:_MOST]:
         if name != id_:
-            await tell(daemon, name, sender)
+            await add_part(daemon, name, sender)
     if not parts:
         raise next((error for error in errors if not isinstance(error, NotFound)), *errors[:1])
     known, waits = parts.get(broker, ({}, {})) if broker is not None else ({}, {})
@@ -146,7 +146,7 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
 
 
 def _of_spark(step: Step) -> Step | None:
-    """Return how a message began that Spark's writer made of a row, by its id and its traceparent."""
+    """Return the first step of a message that Spark's writer made of a row, by its id and its traceparent."""
     found = SPARK_ID.fullmatch(step.ids.get(NAME, "")) if step.what in ("kept", "accepted") else None
     if found is None:
         return None
@@ -166,8 +166,8 @@ def compose(
 ) -> Story:
     """Make a story of steps and waits, each by the id of its step.
 
-    A step that has no time comes with its parent, and what the broker accepted follows from its row's last post; of
-    waits that follow from each other only the last is told.
+    A step without a time comes with its parent, and what the broker accepted follows from its row's last post; of waits
+    that follow from each other only the last is kept.
     """
     for step in list(steps.values()):
         if step.parent is None and (written := _of_spark(step)) is not None:
@@ -196,7 +196,7 @@ def compose(
 def steps_of(
     rows: Sequence[OutboxRow], log: Sequence[OperatorAction], failed_posts: Sequence[FailedPosts], place: str
 ) -> list[Step]:
-    """Tell of rows of an outbox, each before its successor: when each was kept, each post, and what operators did."""
+    """List the steps of outbox rows, each before its successor: when it was kept, each post, and what operators did."""
     steps: list[Step] = []
     successors: dict[str, str] = {}  # the step that each row follows from
     for row in rows:
@@ -277,7 +277,7 @@ def steps_of(
 
 
 def help_for(row: OutboxRow, mesh: str) -> str:
-    """Return the commands that help a dead row of a mesh: what it was refused for the lack of, then another try."""
+    """Return the commands that help a dead row of a mesh: create what was missing, then requeue it."""
     code, (_, _, name) = (row.last_error or "").partition(":")[0], row.destination.partition(":")
     missing = {
         "topic_not_found": f"postroom topic create {name} --mesh {mesh}",
@@ -290,7 +290,7 @@ def help_for(row: OutboxRow, mesh: str) -> str:
 
 
 def _post_ids(posts: FailedPosts | None) -> dict[str, str]:
-    """Name where posts went, how long the last took, and when they began where they are several."""
+    """Return where posts went, how long the last took, and when the first of several began."""
     if posts is None:
         return {}
     since = {"since": when(posts.since)} if posts.times > 1 else {}

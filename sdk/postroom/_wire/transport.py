@@ -1,8 +1,8 @@
-"""Where a daemon's socket is: `POSTROOM_SOCKET`, else the only one there is (docs/contract/send.md#send-1).
+"""HTTP to one peer, over a Unix socket or a URL, and where a daemon's socket is (docs/contract/send.md#send-1).
 
-HTTP to one peer, over a Unix socket or a URL; every failure becomes one `PostroomError`. An answer is read up to a
-limit, redirects are never followed, and what is not an answer of Postroom's is `Unavailable`. Both clients are made of
-`Calls`: a transport, patience, and the two ways to call, reading and changing.
+Every failure becomes one `PostroomError`. An answer is read up to a limit, redirects are never followed, and an answer
+that is not Postroom's is `Unavailable`. Both clients are made of `Calls`: a transport, patience, and the two ways to
+call, reading and changing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 
 def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `socket`, else `POSTROOM_SOCKET`, else the only socket that lies where daemons put theirs.
+    """Return `socket`, else `POSTROOM_SOCKET`, else the only socket in the directories where daemons put theirs.
 
-    Raises `Unavailable` that says what to set or to start where there is none, or more than one.
+    Raises `Unavailable` that says what to set or to start where there is no socket, or more than one.
     """
     if named := socket or environ.get("POSTROOM_SOCKET"):
         socket = Path(named)
@@ -67,7 +67,7 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
 
 
 def socket_directories(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Name the directories where daemons put their sockets: the user's, then the system's."""
+    """Yield the directories where daemons put their sockets: the user's, then the system's."""
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "postroom"
     yield SYSTEM_DIRECTORY
@@ -77,7 +77,7 @@ def _sockets(directory: Path) -> list[Path]:
     try:
         return sorted(file for file in directory.glob("*.sock") if file.is_socket())
     except OSError:
-        return []  # a directory that can't be read holds no socket for us
+        return []  # a directory that cannot be read holds no socket for this user
 
 
 def _unavailable(code: str, detail: str) -> Unavailable:
@@ -85,9 +85,9 @@ def _unavailable(code: str, detail: str) -> Unavailable:
 
 
 class Peer(NamedTuple):
-    """Who is expected at `address`: the "daemon" or the "broker" (`role`), and the `remedy` where it is absent.
+    """The "daemon" or the "broker" (`role`) expected at `address`, and the `remedy` where it is absent.
 
-    Says what a failure to talk to it means: one sentence that names the peer and says what to do.
+    Turns a failure to talk to it into an error whose sentence names the peer and says what to do.
     """
 
     role: str
@@ -98,7 +98,7 @@ class Peer(NamedTuple):
         return f"the {self.role} at {self.address}"
 
     def failure(self, error: Exception) -> PostroomError:
-        """Say what an error of the connection means."""
+        """Build the error for a connection that failed."""
         cause = error.__cause__ if isinstance(error, Unreachable) else None
         match cause or error:
             case FileNotFoundError() | ConnectionRefusedError():
@@ -121,12 +121,12 @@ class Peer(NamedTuple):
         """Build the error for a connection that broke before the answer was complete."""
         detail = (
             f"the connection to {self} broke; it is not known whether the request took effect: "
-            "send a message again under its id, and look what became of anything else"
+            "send a message again under its id, and check the outcome of anything else"
         )
         return Unavailable.of("connection_lost", detail, retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
-        """Raise the problem that the peer answered with, or what an answer that is no problem means."""
+        """Raise the problem that the peer answered with, or an error for an answer that is not a problem."""
         if media != PROBLEM_JSON:
             retryable = status >= HTTPStatus.INTERNAL_SERVER_ERROR
             raise self.foreign(f"it answered {status} as {media}, not as a problem", retryable=retryable)
@@ -144,13 +144,13 @@ class Peer(NamedTuple):
         return Unavailable.of(f"{self.role}_absent", detail, retryable=True)
 
     def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
-        """Build the error for an answer that isn't ours: another program, or another version of this one."""
+        """Build the error for an answer of another program, or of another version of Postroom."""
         detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}; check the address"
         return Unavailable.of("not_understood", detail, retryable=retryable)
 
 
 class Exchanges(Protocol):
-    """What a transport goes over: the connections of an event loop (`Pool`), or blocking ones (`BlockingPool`)."""
+    """The connections of a transport: those of an event loop (`Pool`), or blocking ones (`BlockingPool`)."""
 
     async def exchange(
         self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
@@ -195,8 +195,7 @@ class Transport:
     ) -> T:
         """Send one request and decode its answer; the peer may take `waiting` seconds longer than usual.
 
-        Raises the problem that the peer answered with, or `Unavailable`. What changes nothing if it is done twice is
-        `repeatable`.
+        Raises the problem that the peer answered with, or `Unavailable`. An idempotent request is `repeatable`.
         """
         data: bytes | None = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         framing = "" if method == "GET" else "Content-Length: 0\r\n"
@@ -229,9 +228,9 @@ class Transport:
         media: str = JSON,
         silence: float,
     ) -> AsyncIterator[Connection]:
-        """Send one request, whose body may come in pieces, and yield what reads its answer, whose status is a success.
+        """Send one request, whose body may come in pieces, and yield the connection to read a successful answer from.
 
-        The head of the answer may take `silence` seconds; the rest may take for ever.
+        The head of the answer may take `silence` seconds; the rest has no limit.
         """
         framing = "" if data is None else f"Content-Type: {media}\r\nTransfer-Encoding: chunked\r\n"
         request = self._request(method, path, query, headers, framing)
@@ -247,7 +246,7 @@ class Transport:
             raise self.peer.failure(error) from error
 
     def decode(self, data: bytes, answer: type[T]) -> T:
-        """Decode an answer of the peer (nothing at all reads as None); one that isn't ours is `Unavailable`."""
+        """Decode an answer of the peer (an empty one is None); raises `Unavailable` where it has another form."""
         try:
             return msgspec.json.decode(data or b"null", type=answer)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -280,7 +279,7 @@ class Transport:
 
     @cached_property
     def _site(self) -> tuple[str, str]:
-        """What stands before every path, and what comes after it."""
+        """What precedes every path in the head of a request, and what follows it."""
         try:
             site = Site.of(self._base)
         except ValueError as error:
@@ -297,7 +296,7 @@ class Transport:
 
 
 class Calls:
-    """The base of a client: calls over one transport, tried again for `patience` seconds (0: one try)."""
+    """The base of a client: calls over one transport, retried for `patience` seconds (0: one try)."""
 
     def __init__(self, transport: Transport, patience: float) -> None:
         self._transport = transport
@@ -327,7 +326,7 @@ class Calls:
         body: msgspec.Struct | None = None,
         waiting: float = 0.0,
     ) -> T:
-        """Ask until it succeeds, fails permanently, or patience ends: reading changes nothing, even by a POST."""
+        """Ask until it succeeds, fails permanently, or patience ends: reading is idempotent, even by a POST."""
         method = "GET" if body is None else "POST"
         parameters = None if query is None else to_parameters(query)
         return await retrying(
@@ -338,7 +337,7 @@ class Calls:
         )
 
     async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:
-        """Ask for a change; tried again only where it surely did not happen."""
+        """Ask for a change; retried only where it certainly did not happen."""
         return await retrying_unless_arrived(
             lambda: self._transport.call(method, path, answer, body=body), self._patience()
         )

@@ -1,21 +1,19 @@
-"""What grows out of what: the steps of a story, the activities of a job, as trees."""
-
-from __future__ import annotations
+"""Trees of things that have parents: the steps of a story, the activities of a job."""
 
 from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Thing(Protocol):
-    """What grows out of another."""
+    """Anything with a parent."""
 
     @property
     def id(self) -> Any:
-        """What others name it by."""
+        """Its id, which its children have as their parent."""
 
     @property
     def parent(self) -> Any:
-        """What it follows from; None for a root."""
+        """The id of what it follows from; None for a root."""
 
 
 T = TypeVar("T", bound=Thing)
@@ -25,11 +23,11 @@ class Branch(NamedTuple, Generic[T]):
     """A thing, and those that follow from it."""
 
     thing: T
-    children: list[Branch[T]]
+    children: "list[Branch[T]]"
 
 
 def grow(things: Iterable[T]) -> list[Branch[T]]:
-    """Make trees of things; one whose parent is not among them is a root: nothing is left out."""
+    """Make trees of things; one whose parent is not among them is a root, so that nothing is left out."""
     branches = [Branch(thing, []) for thing in things]
     by_id = {branch.thing.id: branch for branch in branches}
     roots: list[Branch[T]] = []

@@ -1,6 +1,6 @@
-"""What is published, waits or is refused, and which consumers pause: what an operator asks a broker about it.
+"""Publishing and consumers as an operator sees them at a broker: what waits, what is refused, which consumers pause.
 
-The rules begin at docs/contract/delivery.md#delivery-24. Operators of every mesh see and change it.
+The rules begin at docs/contract/delivery.md#delivery-24. They are for operators of every mesh.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ class Failing(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An event or a delivery that an operator took out permanently."""
+    """An event or a delivery that an operator dropped permanently."""
 
     id: str
     subject: str
@@ -52,13 +52,13 @@ class FailingPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class DroppedLog(msgspec.Struct, kw_only=True):
-    """What operators dropped last, oldest first."""
+    """What operators dropped most recently, oldest first."""
 
     dropped: list[Dropped]
 
 
 class RefusedFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which a verb means, by ids or of all: with a subject, older than so many seconds. A request drops all or none."""
+    """What a drop applies to: by ids, or all with a subject and older than so many seconds. It drops all or nothing."""
 
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)] | None = None
     subject: str | None = None
@@ -107,7 +107,7 @@ class SourcePage(msgspec.Struct, kw_only=True):
 
 
 class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was published from `since` on, into `stream` or any; what is known to be handled only if `confirmed`."""
+    """What was published from `since` on, into `stream` or any; with `confirmed` also what is known to be handled."""
 
     since: Moment
     stream: str | None = None
@@ -115,7 +115,7 @@ class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def key(self) -> str:
-        """What the log has a redrive under."""
+        """The key of a redrive in the operator log."""
         return f"published into {self.stream or 'any stream'} since {self.since.isoformat()}"
 
 
@@ -147,7 +147,7 @@ SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redri
 
 
 def redriven(parts: Iterable[Redriven]) -> str:
-    """Say what a redrive has done, for the log: `published again: events 2, letters 0`."""
+    """Describe the outcome of a redrive for the log: `published again: events 2, letters 0`."""
     return f"{SOURCES.verbs['redrive'].done}: {', '.join(f'{one.source} {one.messages:,}' for one in parts)}"
 
 
@@ -159,13 +159,13 @@ class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class ConsumerFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which a verb means: by name, of any stream, or of one as `STREAM/NAME`."""
+    """The consumers that a verb applies to: by name, of any stream, or of one as `STREAM/NAME`."""
 
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
 
 
 class Pause(msgspec.Struct, kw_only=True, frozen=True):
-    """A consumer, or a webhook's, that calls its handler no more until that can be reached."""
+    """A consumer, or a webhook's, that does not call its handler until that can be reached again."""
 
     consumer: str
     error: str
@@ -174,12 +174,12 @@ class Pause(msgspec.Struct, kw_only=True, frozen=True):
 class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """A durable consumer, whether it runs or not: of an HTTP consumer, a webhook, an agent, a flow or an inbox.
 
-    `waiting` messages it has yet to be given, `in_hand` were given and are not acknowledged, of which `again` came
-    before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where it has
-    one, shows as neither processed nor dead. `asks` says whether anybody asks for its messages now, `seen_at` when it
-    was last given one or acknowledged one. `past` are the messages that waited in each of the last minutes, as far as a
-    worker saw it and where they were asked for. `paused` is why it calls nobody: its handler cannot be reached, or the
-    operator `paused_by` has said why.
+    `waiting` messages are not delivered yet, `in_hand` are delivered and not acknowledged, of which `again` were
+    delivered before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where
+    it has one, shows as neither processed nor dead. `asks` says whether a process pulls its messages now, `seen_at`
+    when it was last delivered one or acknowledged one. `past` are the messages that waited in each of the last minutes,
+    as far as a worker saw it and where they were requested. `paused` is why it calls no handler: its handler cannot be
+    reached, or the operator `paused_by` gave that reason.
     """
 
     consumer: str
@@ -198,7 +198,7 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
     @property
     def id(self) -> str:
-        """What verbs name it by."""
+        """Its id in verbs."""
         return f"{self.stream}/{self.consumer}"
 
     @property
@@ -215,7 +215,7 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     def troubles(self) -> Iterator[Trouble]:
         """Yield what is wrong with it: it pauses, or messages wait and nobody asks for them.
 
-        One that asks for none while it has some in hand is full, unless nothing has moved for a while.
+        One that asks for no messages while it has some in hand is full, unless nothing has moved for a while.
         """
         still = self.seen_at is None or datetime.now(UTC) - self.seen_at > _STILL
         stopped = (self.waiting or self.in_hand) and not self.asks and (still or not self.in_hand)

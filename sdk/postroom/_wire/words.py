@@ -4,17 +4,17 @@ import re
 from datetime import UTC, datetime
 from typing import Final
 
-_MANY: Final = re.compile(r"(?<![aeiou])y$")  # how a word ends of which several are `…ies`
+_MANY: Final = re.compile(r"(?<![aeiou])y$")  # the end of a word whose plural is `…ies`
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """Say how many there are of what: `1 delivery`, `2,000 deliveries`; `many` is for words that follow no rule."""
+    """Write a count with its noun: `1 delivery`, `2,000 deliveries`; `many` is an irregular plural."""
     return f"{count:,} {one if count == 1 else many or _MANY.sub('ie', one) + 's'}"
 
 
 def span(seconds: float) -> str:
-    """Say how long something took, or how old it is: `40 ms`, `3.2 s`, `12 min`, `5 h`, `9 d`."""
+    """Write a duration or an age: `40 ms`, `3.2 s`, `12 min`, `5 h`, `9 d`."""
     for most, unit, name in (
         (1, 0.001, "ms"),
         (2 * _MINUTE, 1, "s"),
@@ -27,7 +27,7 @@ def span(seconds: float) -> str:
 
 
 def ago(moment: datetime | None) -> str | None:
-    """Say how long ago a moment was, as `span` does."""
+    """Write how long ago a moment was, as `span` does."""
     return None if moment is None else span(max(0.0, (datetime.now(UTC) - moment).total_seconds()))
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 
 T = TypeVar("T")
 
@@ -23,4 +23,4 @@ async def contained(work: Awaitable[T]) -> T:
         current = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise  # its worker is being stopped
-        raise HandlerEnded(f"the handler ended with {tell(error)}") from error
+        raise HandlerEnded(f"the handler ended with {error_text(error)}") from error

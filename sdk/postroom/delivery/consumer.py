@@ -28,7 +28,7 @@ from nats.js import JetStreamContext
 
 from postroom._wire import spans
 from postroom._wire.programs import LATENCIES
-from postroom._wire.retry import Backoff, tell
+from postroom._wire.retry import Backoff, error_text
 from postroom.chassis.routes import Histogram
 from postroom.claims import DONE, Dead, Done, Later, Outcome
 from postroom.delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetters, is_dead_letter, letter_of
@@ -266,7 +266,7 @@ class Consumer:
             if chosen:
                 await self._handler.handle([held.delivery for held in chosen], self._settle)
         except Exception as raised:  # noqa: BLE001 - what a handler raises on comes again
-            error = tell(raised)
+            error = error_text(raised)
             _log.exception("handler_raised", consumer=self._settings.durable, messages=len(chosen))
             if len(chosen) > 1:
                 for held in chosen:
@@ -309,7 +309,7 @@ class Consumer:
                 letter_of(delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable)
             )
         except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
-            _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=tell(error))
+            _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=error_text(error))
             await self._later(held, self._pause(held))
             return
         _log.warning("message_dead_lettered", **self._named(held), reason=outcome.reason, error=outcome.error)

@@ -27,7 +27,7 @@ import structlog
 
 from postroom._wire import spans
 from postroom._wire.arguments import to_json
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 from postroom._wire.sql import load_queries
 from postroom.chassis.handlers import contained
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
@@ -176,7 +176,7 @@ class HandlerFailed(PostroomError):
     def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
         """Say what it raised, at which attempt."""
         whose = "the completion: " if completion else ""
-        failed = cls.of("handler_failed", whose + tell(error), retryable=True)
+        failed = cls.of("handler_failed", whose + error_text(error), retryable=True)
         failed.attempt, failed.completion = attempt, completion
         return failed
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from postroom._wire.once import KeyState
-from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
+from postroom._wire.retry import STEADY, Backoff, Patience, error_text, retrying
 from postroom.chassis.config import MAX_DAYS, MAX_SECONDS
 from postroom.claims import Dead, Ended, Later, leases
 from postroom.errors import Conflict, InvalidMessage, PostroomError
@@ -177,7 +177,7 @@ class Registry:
             raise LeaseLost.of_scope(scope) from lost.__cause__
         except BaseException as error:
             try:
-                await _whole(self.fail(scope, begun.owner, tell(error)))
+                await _whole(self.fail(scope, begun.owner, error_text(error)))
             except PostroomError as failure:
                 error.add_note(f"The key stays held until its lease runs out: {failure}")
             raise

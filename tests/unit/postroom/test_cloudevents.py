@@ -121,7 +121,7 @@ def test_what_is_no_event_is_refused_and_the_field_named(change: dict[str, Any],
 @pytest.mark.parametrize(
     ("headers", "body", "sentence"),
     [
-        ({"Content-Type": "application/json"}, b"{}", "no CloudEvent"),
+        ({"Content-Type": "application/json"}, b"{}", "not a CloudEvent"),
         ({"Content-Type": "application/cloudevents-batch+json"}, b"[]", "each by itself"),
         ({"Content-Type": STRUCTURED}, b"[]", "one JSON object"),
         ({"Content-Type": STRUCTURED}, b'{"id":"1","id":"2","specversion":"1.0","source":"s","type":"t"}', "twice"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 
 
 class Mute(Exception):
@@ -27,8 +27,8 @@ class Mute(Exception):
     ids=lambda value: type(value).__name__,
 )
 def test_an_error_is_told_with_all_that_can_be_kept_of_it(error: BaseException, told: str) -> None:
-    assert tell(error) == told
+    assert error_text(error) == told
 
 
 def test_a_long_error_is_cut() -> None:
-    assert len(tell(ValueError("x" * 1_000_000))) == 1000
+    assert len(error_text(ValueError("x" * 1_000_000))) == 1000

@@ -23,7 +23,7 @@ from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.ids import now_ms
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 from postroom._wire.trace import Step, Story, Wait, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
@@ -88,7 +88,7 @@ def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memor
             try:
                 state = agent.apply(state, record.envelope)
             except Exception as error:
-                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {tell(error)}"
+                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {error_text(error)}"
                 rule = "the store is unchanged: let `apply` accept that event, and start again"
                 raise Fatal(Exit.CONFIG, f"{detail}; {rule}") from error
     return Memory(position, state_hash, clock, state)

@@ -27,7 +27,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.ids import now_ms
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 from postroom.agent import Agent, InvalidAgent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import load_named
@@ -331,7 +331,7 @@ class AgentRuntime:
         except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
-            said = tell(error)[:_ERROR_CHARACTERS]
+            said = error_text(error)[:_ERROR_CHARACTERS]
             group.fail(job, Attempt(*begun, said, self._clock()), self._attempts)
         else:
             group.add(job, key, decision)

@@ -28,7 +28,7 @@ import msgspec
 
 from postroom._wire.connections import Pool, default_tls
 from postroom._wire.http import Site, Unreachable, lines_of
-from postroom._wire.retry import read_retry_after, tell
+from postroom._wire.retry import error_text, read_retry_after
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
@@ -133,7 +133,8 @@ class HandlerClient:
         except OSError as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever a peer can make the event loop raise is a failed call
-            return Answer(None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(tell(error))})")
+            detail = f"{self.name} did not answer in HTTP ({clean(error_text(error))})"
+            return Answer(None, "handler_answer_invalid", detail)
 
     def _unreached(self, cause: OSError) -> Answer:
         """Say why no connection came about; an address that the guard refuses is one that no waiting changes."""

@@ -15,7 +15,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.programs import LATENCIES
-from postroom._wire.retry import tell
+from postroom._wire.retry import error_text
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
@@ -111,7 +111,7 @@ class WebhookConsumer(PostingConsumer):
         try:
             there = await self._pool.fetchval(QUERIES["is_there"], self.webhook.id)
         except POSTGRES_ERRORS as error:
-            detail = f"nobody tells whether the webhook {self.webhook.id} is still there: {tell(error)}"
+            detail = f"nobody tells whether the webhook {self.webhook.id} is still there: {error_text(error)}"
             raise Unavailable.of("database_unavailable", detail, retryable=True) from error
         if not there:
             raise NotFound.of("webhook_not_found", f"the webhook {self.webhook.id} was deleted")
