@@ -90,7 +90,7 @@ def main(command: str, config_file: Path | None) -> int:
         logs.configure(config.log_level)
         return int(runtime.run(COMMANDS[command](config)))
     except Fatal as fatal:
-        return fatal.tell("postroom broker")
+        return fatal.report("postroom broker")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main(config_file: Path | None) -> int:
         logs.configure(config.log_level)
         return int(runtime.run(run(config)))
     except Fatal as fatal:
-        return fatal.tell("postroom console")
+        return fatal.report("postroom console")
 
 
 if __name__ == "__main__":

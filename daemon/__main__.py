@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config)
     except Fatal as fatal:
-        return fatal.tell("postroomd")
+        return fatal.report("postroomd")
     return run(config, accept_lost_ids=options.accept_lost_ids)
 
 
@@ -45,7 +45,7 @@ def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
         with tracing.exporting("postroom-daemon"):
             runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
     except Fatal as fatal:
-        return fatal.tell("postroomd")
+        return fatal.report("postroomd")
     return Exit.OK
 
 

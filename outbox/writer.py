@@ -102,7 +102,7 @@ class Queue(store.Queue):
 
     def drain(self) -> Iterator[Waiting]:
         """Take everything."""
-        self.hasten()
+        self.flush()
         self._sort()
         for line in self._lines.values():
             yield from line

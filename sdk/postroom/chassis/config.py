@@ -22,7 +22,7 @@ from postroom.chassis.exits import Exit, Fatal
 
 C = TypeVar("C", bound=msgspec.Struct)
 
-MAX_DAYS: Final = 36_500  # a hundred years: what is further away is no time for Postgres, NATS or Python
+MAX_DAYS: Final = 36_500  # a hundred years: Postgres, NATS or Python cannot represent times much further away
 MAX_SECONDS: Final = MAX_DAYS * 86_400
 
 ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
     @property
     def description(self) -> str:
-        """What the setting does, as the type says it."""
+        """What the setting does, from its type."""
         return next((meta.description for meta in self.meta if meta.description), "")
 
     @property
@@ -68,13 +68,13 @@ def load(
 ) -> C:
     """Decode `file` (or nothing) and the variables `<prefix><PATH>` into `config`.
 
-    A list is given in the environment as comma-separated words. `shared` names the variables of all programs, as
-    `postroom up` writes them, for which setting (`NATS_URL`) each stands in where neither the file nor a variable of
-    the program's own says it: what a user names wins over what is merely there. Raises `Fatal` (78) with the path of
-    what is wrong.
+    A list is given in the environment as comma-separated words. `shared` maps variables of all programs, as `postroom
+    up` writes them, to the setting (`NATS_URL`) that each is the default of where neither the file nor the program's
+    own variable has it: what a user sets wins over what is inherited. Raises `Fatal` (78) with the path of what is
+    wrong.
     """
     names = {setting.variable("") for setting in settings(config)}
-    for variable in environ:  # one that is nearly a setting's; one that resembles none is somebody else's
+    for variable in environ:  # refuse one that is nearly a setting's; any other belongs to another program
         name = variable.removeprefix(prefix)
         meant = name not in (variable, *names) and get_close_matches(name, names, n=1, cutoff=_NEARLY)
         if meant:
@@ -105,7 +105,7 @@ def load(
 
 
 def state_home(variable: str, environ: Mapping[str, str]) -> Path:
-    """Return below which directory programs keep their state where their config does not say.
+    """Return the directory below which programs keep their state where their config does not name one.
 
     Raises `Fatal` (78), which names `variable` as what sets it, for a user without a home.
     """
@@ -119,7 +119,7 @@ def state_home(variable: str, environ: Mapping[str, str]) -> Path:
 
 
 def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
-    """Return what trusts the authorities in a file alone, None without one; raises `Fatal` (78) naming `setting`."""
+    """Return a context that trusts only the authorities in a file, None without one; `Fatal` (78) names `setting`."""
     try:
         return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate

@@ -33,7 +33,7 @@ EXIT_OF: Final = {
     "TryAgain": Exit.TRY_AGAIN,
     "Unavailable": Exit.UNAVAILABLE,
 }
-"""What each kind of `postroom.errors` means to a command; by name, since some come out of other processes as text."""
+"""The exit code of each kind of `postroom.errors`; by name, since some come from other processes as text."""
 
 
 class Fatal(Exception):
@@ -43,14 +43,14 @@ class Fatal(Exception):
         super().__init__(sentence)
         self.exit_code = exit_code
 
-    def tell(self, program: str) -> int:
-        """Say on standard error what ended `program`; returns the exit code."""
+    def report(self, program: str) -> int:
+        """Write what ended `program` to standard error; returns the exit code."""
         sys.stderr.write(f"{program}: {self}\n")
         return int(self.exit_code)
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that was looked at: `ok`, or what is wrong and what to do about it (`remedy`)."""
+    """One thing that was checked: `ok`, or what is wrong and what to do about it (`remedy`)."""
 
     subject: str
     verdict: Literal["ok", "warning", "failed"]

@@ -1,4 +1,4 @@
-"""Many wishes of one kind in few statements: what is asked for while one is under way shares the next."""
+"""Many requests of one kind in few statements: those that come while one statement runs share the next."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,8 +11,8 @@ Answer = TypeVar("Answer")
 class Grouped(Generic[Item, Answer]):
     """Calls `run` with at most `most` items at once, and never twice at a time.
 
-    Where a group fails each of it is run by itself, so that the one to blame takes none along; unless they fail
-    `together`, since it is none of them that is to blame.
+    Where a group fails each item is run by itself, so that a faulty one fails alone; unless they fail `together`, since
+    no item can be at fault.
     """
 
     def __init__(
@@ -57,5 +57,5 @@ class Grouped(Generic[Item, Answer]):
                 raise
             return
         for (_, done), result in zip(group, results, strict=True):
-            if not done.done():  # nobody waits any more for one that was cancelled
+            if not done.done():  # it was cancelled
                 done.set_result(result)

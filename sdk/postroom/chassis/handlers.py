@@ -1,4 +1,4 @@
-"""Code of users that runs in a process of ours: whatever it raises is an error, and never ends the process."""
+"""Users' code in a process of ours: whatever it raises is an error, and never ends the process."""
 
 import asyncio
 from collections.abc import Awaitable

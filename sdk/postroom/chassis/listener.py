@@ -4,8 +4,8 @@ A stale socket file is replaced; a live one, a symlink or any other file in the 
 (docs/contract/send.md#send-2). Sockets that systemd passes in are used as they are and never come through here.
 
 aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
-remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue
-(docs/contract/bad-input.md#bad-input-1), by names that are aiohttp's own. They are used in this file alone, so aiohttp
+remembers since when its peer owes something, and `TimedServer.sweep` drops those that are overdue
+(docs/contract/bad-input.md#bad-input-1). For that it uses private names of aiohttp, in this file alone, and aiohttp
 has an upper bound.
 """
 
@@ -65,7 +65,7 @@ NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero he
 
 
 def unix_listener(path: Path, group: str | None = None) -> socket.socket:
-    """Listen on `path`, 0600 or (for `group`) 0660, and return the socket; whoever connects waits to be accepted.
+    """Listen on `path`, 0600 or (for `group`) 0660, and return the socket; connections wait to be accepted.
 
     The mode is there when the file appears; the group is set before anyone can connect. Raises `Fatal`.
     """
@@ -81,7 +81,7 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
         private_directory(path.parent)
         with _only_starter(path.parent):
             refuse_path(path)
-            path.unlink(missing_ok=True)  # nobody answers on it: whoever made it is gone
+            path.unlink(missing_ok=True)  # stale: no process answers on it
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             mode = PRIVATE if gid is None else SHARED
             before = os.umask(0o777 & ~mode)  # bind(2) creates the file with 0777 less the umask
@@ -103,7 +103,7 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
 
 
 def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """Bind a port (0: a free one) and return the socket; raises `Fatal` where it is taken, or `host` is not ours."""
+    """Bind a port (0: a free one) and return the socket; raises `Fatal` where it is taken, or `host` is not local."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -116,7 +116,7 @@ def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
 
 
 def refuse_path(path: Path) -> None:
-    """Raise `Fatal` where `path` is too long, is no socket, or is one that a running process answers on."""
+    """Raise `Fatal` where `path` is too long, is not a socket, or is one that a running process answers on."""
     length = len(os.fsencode(path))
     if length > MAX_PATH_BYTES:
         detail = f"the socket path {path} has {length} bytes, the system allows {MAX_PATH_BYTES}: choose a shorter one"
@@ -151,8 +151,8 @@ def remove(path: Path, inode: int) -> None:
 def _only_starter(directory: Path) -> Iterator[None]:
     """Keep two programs that start at once from taking each other's fresh socket for a stale one.
 
-    They wait for each other, which takes as long as a bind. Who may read the directory can lock it, and need not be a
-    program that starts: after a while nobody waits for that.
+    They wait for each other, which takes as long as a bind. Any process that may read the directory can lock it, so the
+    wait is limited.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = time.monotonic() + _LONGEST_WAIT
@@ -186,11 +186,11 @@ class Deadlines(Protocol):
 
     @property
     def idle_seconds(self) -> float:
-        """Time that a connection may idle; aiohttp itself sees to it."""
+        """Time that a connection may idle; aiohttp itself enforces it."""
 
 
 class TimedConnection(RequestHandler):
-    """A peer's connection; `overdue` tells the server's sweep when to drop it."""
+    """A peer's connection; the server's sweep drops it once it is `overdue`."""
 
     __slots__ = ("_blocked_since", "_head_since", "_heard_at")
 
@@ -217,7 +217,7 @@ class TimedConnection(RequestHandler):
             self._head_since = self._heard_at
 
     def _notice(self, message: object, body: StreamReader) -> None:
-        """Take note of the newest request: its head, or what the parser says against it, and its body."""
+        """Note the newest request: its head, or the parser's error, and its body."""
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
         """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""
@@ -255,7 +255,7 @@ class TimedConnection(RequestHandler):
         return None if self.busy else self._heard_at
 
     def overdue(self, now: float, limits: Deadlines) -> str | None:
-        """Say which deadline has passed, or nothing."""
+        """Return which deadline has passed, or None."""
         return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
 
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
@@ -271,11 +271,11 @@ class TimedConnection(RequestHandler):
     ) -> web.StreamResponse:
         """Answer what the parser refused, or what escaped a handler, as a problem, and close.
 
-        What the parser says quotes what it read: neither an answer nor a log repeats it, since it may hold a token.
+        The parser's text quotes what it read: neither an answer nor a log repeats it, since it may hold a token.
         """
         del message
         if isinstance(exc, ConnectionError):
-            raise exc  # the peer has gone
+            raise exc  # the peer has disconnected
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is already being sent")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -322,7 +322,7 @@ class TimedServer(web.Server):
                 await asyncio.sleep(0)
 
     def drop_overdue(self, now: float, connections: Sequence[TimedConnection] | None = None) -> None:
-        """Drop those connections, or all, whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
+        """Drop those connections, or all, whose deadline has passed at `now` (loop time), and pass `on_drop` why."""
         for connection in cast("list[TimedConnection]", self.connections) if connections is None else connections:
             if (reason := connection.overdue(now, self._deadlines)) is not None:
                 self._on_drop(reason)
@@ -363,5 +363,5 @@ async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLCo
 
 
 def has_passed(since: float, now: float, seconds: float) -> bool:
-    """Say whether more than `seconds` lie between `since` and `now`; never where `since` is `NEVER`."""
+    """Return whether more than `seconds` lie between `since` and `now`; never where `since` is `NEVER`."""
     return since != NEVER and now - since > seconds

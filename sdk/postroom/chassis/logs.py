@@ -1,13 +1,13 @@
-"""Logs: one JSON line an event on standard error, as journald likes it; tokens and bodies never.
+"""Logs: one JSON line an event on standard error, for journald, without tokens and bodies.
 
-On a terminal, where somebody reads along, an event is `key=value`, in colours unless `NO_COLOR` is set, and an
-exception's trace has lines of its own.
+On a terminal an event is `key=value`, in colours unless `NO_COLOR` is set, and an exception's trace has lines of its
+own.
 
 Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`). What a
-library logs becomes such a line too, `library_message`, with the library's logger; few of them a library and a while,
-since a server that comes and goes can have one say the same a thousand times a second.
+library logs becomes such a line too, `library_message`, with the library's logger. Their number is limited for each
+library, since an unstable server can make one log the same a thousand times a second.
 
-`clean` makes a peer's words fit for a log line, a column or an error.
+`clean` makes a peer's text fit for a log line, a column or an error.
 """
 
 import json
@@ -40,6 +40,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\u
 def configure(level: str = "info") -> None:
     """Send structlog, the standard library's logging and its warnings to standard error, in the form that fits it."""
     number = logging.getLevelNamesMapping()[level.upper()]
+    renderers: list[Processor] = [structlog.processors.JSONRenderer(serializer=_dump)]
+    if sys.stderr.isatty():
+        colors = not os.environ.get("NO_COLOR")
+        trace = structlog.dev.plain_traceback  # the trace is text by now, and masked
+        console = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False, exception_formatter=trace)
+        renderers = [escape_controls, console]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -47,7 +53,7 @@ def configure(level: str = "info") -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             drop_secrets,
-            *(_readable() if sys.stderr.isatty() else [structlog.processors.JSONRenderer(serializer=_dump)]),
+            *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
@@ -73,7 +79,7 @@ class LibraryHandler(logging.Handler):
         self._periods: dict[str, _Period] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, unless the library has had its part for now; the next one says how many were left out."""
+        """Write one line, unless the library has reached its limit; the next one says how many were left out."""
         library = record.name.partition(".")[0]
         began, lines = self._periods.get(library, _Period(record.created, 0))
         left_out = 0
@@ -88,13 +94,13 @@ class LibraryHandler(logging.Handler):
             more["exc_info"] = record.exc_info
         try:
             message = record.getMessage()
-        except Exception:  # noqa: BLE001 - a library's mistake in its own log must cost nobody anything
+        except Exception:  # noqa: BLE001 - a library's mistake in its own log must not harm the program
             message = str(record.msg)
         self._log.log(record.levelno, "library_message", logger=record.name, message=message, **more)
 
 
 class _StandardError:
-    """Standard error, but a line that cannot be written is lost: a full disk under the log may stop nothing else."""
+    """Standard error, but a line that cannot be written is lost: a full disk under the log must stop nothing else."""
 
     def write(self, text: str) -> None:
         with suppress(OSError):
@@ -105,16 +111,8 @@ class _StandardError:
             sys.stderr.flush()
 
 
-def _readable() -> list[Processor]:
-    """Return how an event is written for somebody who reads along; the trace is text by then, and masked."""
-    console = structlog.dev.ConsoleRenderer(
-        colors=not os.environ.get("NO_COLOR"), sort_keys=False, exception_formatter=structlog.dev.plain_traceback
-    )
-    return [escape_controls, console]
-
-
 def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Keep a peer's words from steering the terminal: control characters become escapes; lines may end."""
+    """Keep a peer's text from steering the terminal: control characters but line feeds become escapes."""
     return {
         key: _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
         if isinstance(value, str)
@@ -124,14 +122,14 @@ def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> E
 
 
 def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Remove every field that could hold a token or a body, and mask what looks like a token, whoever logged it."""
+    """Remove every field that could hold a token or a body, and mask in the others what looks like a token."""
     return {
         key: mask(value) if isinstance(value, str) else value for key, value in event.items() if key not in _FORBIDDEN
     }
 
 
 def mask(text: str) -> str:
-    """Return `text` without tokens and passwords, as far as what stands before them gives them away."""
+    """Return `text` without the tokens and passwords that can be recognised by what precedes them."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
@@ -140,7 +138,7 @@ def mask(text: str) -> str:
 def _dump(event: Any, **_: Any) -> str:
     try:
         return msgspec.json.encode(event, enc_hook=str).decode()
-    except UnicodeEncodeError:  # half a character, in some error's text: it stays an escape
+    except UnicodeEncodeError:  # a lone surrogate in some error's text: it stays an escape
         return json.dumps(event, default=str, separators=(",", ":"))
 
 

@@ -14,8 +14,8 @@ CREATE TABLE IF NOT EXISTS postroom.schema_migration (
 SELECT pg_advisory_xact_lock(hashtext('postroom.migrate'));
 
 -- name: wait_briefly
--- For no lock longer than this, and not as long as Postgres takes to look for a deadlock: whoever uses the table waits behind
--- a migration that waits.
+-- For no lock longer than this, and not as long as Postgres takes to look for a deadlock: programs that use the table wait
+-- behind a migration that waits.
 SET LOCAL lock_timeout = '500ms';
 
 -- name: has_migrations

@@ -1,8 +1,8 @@
-"""Whose files and directories are: a program's own, whoever makes them and under whatever umask.
+"""Files and directories that only the program's user can change, under any umask.
 
-Whoever can write to a directory, or owns it, can put another file in the place of one that lies there; whoever can
-write to one above it, another directory. So a program keeps its state, its sockets and its locks only where neither is
-the case, and follows no link to them. Root is trusted, and so is a group that is this user's alone.
+A user that owns a directory, or can write to it, can replace a file in it; one that can write to a directory above it
+can replace the directory. So a program keeps its state, its sockets and its locks only where no other user can, and
+follows no link to them. Root is trusted, and so is a group that is this user's alone.
 
 Users are named as the system knows them: no variable of the environment changes it.
 """
@@ -18,13 +18,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-_OVERFLOW_UID: Final = 65_534  # whom a user namespace shows as the owner of what belongs to nobody in it
+_OVERFLOW_UID: Final = 65_534  # the owner that a user namespace shows for files of users outside it
 _WHOLE: Final = ["0", "0", "4294967295"]  # the uid map of a process that is in no user namespace
 
 
 @lru_cache(maxsize=256)
 def user_name(uid: int) -> str | None:
-    """Return the login name of `uid`, or None where the machine knows none."""
+    """Return the login name of `uid`, None where it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -32,16 +32,15 @@ def user_name(uid: int) -> str | None:
 
 
 def this_user() -> str:
-    """Return the name of who runs this program, as the system knows it: no variable of the environment changes it."""
-    uid = os.getuid()
-    return user_name(uid) or f"uid {uid}"
+    """Return the name of the user that runs this program."""
+    return _name(os.getuid())
 
 
 def private_directory(directory: Path, *, may_be_anothers: bool = False) -> None:
-    """Create a directory for this user alone (0700); parents that are missing too are for nobody else to write to.
+    """Create a directory for this user alone (0700); missing parents are created so that only this user may write.
 
-    One that is there keeps its mode. Raises `OSError` where it, or one above it, is not for this user alone to write
-    to; `may_be_anothers` lets root work in the directory of the user whom it works for.
+    An existing one keeps its mode. Raises `OSError` where others may write to it, or to one above it;
+    `may_be_anothers` lets root work in another user's directory on behalf of that user.
     """
     for parent in reversed(directory.parents):
         if not parent.exists():
@@ -79,15 +78,15 @@ def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
 
 
 def open_private(path: Path, flags: int = os.O_RDWR) -> int:
-    """Open a regular file of a program's own, made (0600) where there is none; raises `OSError`, also for a link."""
+    """Open a regular file of a program's own, created (0600) where it is missing; raises `OSError`, also for a link."""
     refuse_link(path)
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def replace_private(file: Path, content: str, *, for_owner: bool = False) -> None:
-    """Put `content` in the place of a file of a program's own (0600): whole and on disk, or not at all.
+    """Replace a file of a program's own (0600) with `content`: whole and on disk, or not at all.
 
-    Who does so at once does it in turn. The file is this user's, or `for_owner` of its directory. Raises `OSError`.
+    Programs that do so at once take turns. The file is this user's, or `for_owner` of its directory. Raises `OSError`.
     """
     draft = file.with_name(f"{file.name}.new")
     while True:
@@ -96,7 +95,7 @@ def replace_private(file: Path, content: str, *, for_owner: bool = False) -> Non
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), draft.lstat()):
                 break
-        os.close(descriptor)  # another program's, which is the file by now
+        os.close(descriptor)  # another program's draft, which has replaced the file by now
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:  # closed last: that ends this one's turn
         try:
             stream.truncate()
@@ -122,7 +121,7 @@ def sync(path: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `OSError` where something lies at `path` that is no regular file, or is another user's."""
+    """Raise `OSError` where `path` is something other than a regular file, or is another user's."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -136,9 +135,9 @@ def refuse_link(path: Path) -> None:
 
 
 def hand_over(fd: int, directory: Path) -> None:
-    """Give an open file to the owner of the directory that it lies in; only root can, and only root needs to.
+    """Give an open file to the owner of its directory; only root can, and only root needs to.
 
-    What root writes for a daemon is the daemon's, which runs as another user and has to open it.
+    A daemon runs as another user, and has to open what root writes for it.
     """
     if os.geteuid() == 0:
         owner = directory.stat()
@@ -152,7 +151,7 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Tell whether a group is one user's alone, root's or this one's, as many systems give each user one."""
+    """Return whether a group is root's or this user's alone, as many systems give each user one."""
     if gid == 0:
         return True
     try:

@@ -1,9 +1,9 @@
 """Postgres for every room: connections and pools whose failures to open are sentences, and migrations.
 
 A room's migrations are its numbered files: forward only, each in one transaction under an advisory lock. Any number of
-processes may migrate at once: one does it, the others wait and find nothing left to do. Programs go on meanwhile, and
-run on the version before and after their own too; so a migration that waits for their locks soon gives up, and tries
-again.
+processes may migrate at once: one does it, the others wait and find nothing left to do. Programs keep running
+meanwhile, also on the version before and after their own; so a migration that waits for their locks soon gives up, and
+tries again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 
 CONNECT_SECONDS: Final = 5.0
 _STOP_SECONDS: Final = 5.0  # that a program which stops waits for a Postgres that does not answer
-_PROBE_SECONDS: Final = 1.0  # between two looks whether it does
+_PROBE_SECONDS: Final = 1.0  # between two probes whether it does
 _REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
 _LOCK_ATTEMPTS: Final = 60  # of a migration
-_LOCK_REST_SECONDS: Final = 0.5  # between two, in which whoever waited behind it has a turn
+_LOCK_REST_SECONDS: Final = 0.5  # between two, in which those that waited behind it have a turn
 _COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
 _SERVER_SETTINGS: Final = {
     "statement_timeout": "15s",
@@ -45,7 +45,7 @@ _SERVER_SETTINGS: Final = {
 }
 
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
-# (`InternalClientError`: a connection is handed out by the pool that is at its end and does not know it yet.)
+# (`InternalClientError`: the pool has handed out a connection that is about to end and does not know it yet.)
 UNREACHABLE: Final = (
     OSError,
     TimeoutError,
@@ -58,11 +58,11 @@ _open: Final[dict[Pool, str]] = {}  # the pools of this process, and what they l
 
 POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fails with
 
-# What Postgres says of values that it will not have: a text that is none to it, too long, against a rule of the table.
+# What Postgres raises for values that it refuses: an invalid text, one that is too long, one against a constraint.
 # The same values are refused again, however often they are sent.
 REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
 
-# Which exit code an error is; a server that starts, stops or is full can't be reached as little as one that is away.
+# The exit code of an error; a server that starts, stops or is full counts as one that cannot be reached.
 _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
     (UNREACHABLE, Exit.UNAVAILABLE),
     ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
@@ -79,7 +79,7 @@ _SENTENCES: Final[Mapping[Exit, str]] = {
 
 
 def uuid_of(text: object) -> UUID | None:
-    """Return the UUID that a text is; None for what is none."""
+    """Read a UUID; None for anything else."""
     try:
         return UUID(text) if isinstance(text, str) else None
     except ValueError:
@@ -87,7 +87,7 @@ def uuid_of(text: object) -> UUID | None:
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is no such URL."""
+    """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is not a Postgres URL."""
     with _fatal_when_closed(url):
         return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
 
@@ -95,8 +95,8 @@ async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
 def acting(connection: Connection) -> str:
     """Return who acts over a connection, for a log of what operators did: `alice as postroom`.
 
-    The first is the user that runs the program, as the system knows it, the second the role that Postgres let in, as
-    Postgres reports it. Nothing of the environment says either.
+    The first is the user that runs the program, as the system knows it, the second the role that logged in, as Postgres
+    reports it. Neither comes from the environment.
     """
     return f"{this_user()} as {connection.get_settings().session_authorization}"
 
@@ -121,7 +121,7 @@ async def open_pool(
     settings: Mapping[str, str] | None = None,
     on_connect: Callable[[Connection], Coroutine[Any, Any, None]] | None = None,
 ) -> Pool:
-    """Open a pool of at most `connections`, of which `kept` are there even while nobody uses them.
+    """Open a pool of at most `connections`, of which `kept` stay open while they are idle.
 
     Postgres knows it as `name`, and `on_connect` is called with each connection before it is used for the first time.
     Raises `Fatal` as `connect` does.
@@ -153,7 +153,7 @@ async def close_pool(pool: Pool) -> None:
 async def letting_go(stop: asyncio.Event) -> AsyncIterator[None]:
     """From `stop` on, break off what waits for a Postgres that has not answered for 5 s, until the block ends.
 
-    What was begun there is rolled back, or done again by whoever has it next, as after a crash.
+    What was begun there is rolled back, or done again by the next process that claims it, as after a crash.
     """
     letting = asyncio.create_task(_let_go(stop), name="letting go")
     try:
@@ -186,7 +186,7 @@ async def _answers(url: str) -> bool:
     except UNREACHABLE:
         return False
     except asyncpg.PostgresError:
-        return True  # it is there, and refuses
+        return True  # it answers with a refusal
     connection.terminate()
     return True
 
@@ -210,7 +210,7 @@ async def open_rooms(
 
 
 async def rest_since(started: float) -> None:
-    """Rest four times as long as a slice of a sweep took, which began at `started` (monotonic): others have a turn."""
+    """Rest four times as long as the slice of a sweep since `started` (monotonic) took, so that others have a turn."""
     await asyncio.sleep(_REST_PER_SLICE * (time.monotonic() - started))
 
 
@@ -223,7 +223,7 @@ async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
 
 @contextmanager
 def fatal_errors() -> Iterator[None]:
-    """Turn what Postgres fails with into `Fatal`, for programs that cannot go on without it.
+    """Turn errors of Postgres into `Fatal`, for programs that cannot go on without it.
 
     69 where it can't be reached, 78 where it knows no such role, password or database, 77 where the role may not do
     what the program does, 1 for anything else.
@@ -256,7 +256,7 @@ async def migrate(url: str, *rooms: str) -> list[str]:
     """Bring the tables of `rooms` (packages) to this program's version, one after the other; return what was applied.
 
     A database that is one version newer is left as it is. Raises `Fatal` as `fatal_errors` says, 78 where it is newer
-    than that, and 75 where somebody held the lock of a table for too long.
+    than that, and 75 where a long transaction held the lock of a table for too long.
     """
     applied = []
     async with connected(url) as connection:
@@ -280,7 +280,7 @@ async def migrate(url: str, *rooms: str) -> list[str]:
 
 
 async def _take_step(connection: Connection, room: str, version: int, name: str, sql: str) -> bool:
-    """Apply a migration unless the database has it; says whether it did."""
+    """Apply a migration unless the database has it; return whether it did."""
     async with connection.transaction():
         await connection.execute(_QUERIES["lock_migrations"])
         found = await schema_version(connection, room)
@@ -312,7 +312,7 @@ async def schema_version(connection: Connection, room: str) -> int:
 
 
 def _name(room: str) -> str:
-    """Return what the database calls a package: a room keeps its name wherever it moves to."""
+    """Return a package's name in the database: a room keeps it when it moves."""
     return room.rpartition(".")[2]
 
 

@@ -2,7 +2,7 @@
 
 A program lists its `Route`s (method, path, handler, who may call, types in and out); `application` builds the aiohttp
 application from them, `openapi` the document from the same types that decode the requests, and a test walks the table.
-Every error leaves as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
+Every error is answered as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
 """
 
 import tomllib
@@ -85,7 +85,7 @@ def _guarded(route: Route, authorize: Authorize) -> Handler:
 
 
 async def _go_on(request: web.Request) -> web.StreamResponse | None:
-    """Meet the one expectation that can be met; the errors of aiohttp's own handler pass by the middleware."""
+    """Meet the one expectation that can be met; the errors of aiohttp's own handler bypass the middleware."""
     if request.version < HttpVersion11:
         return None
     if request.headers["Expect"].lower() == "100-continue":
@@ -98,7 +98,7 @@ async def _go_on(request: web.Request) -> web.StreamResponse | None:
 
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into its problem answer; one that is unforeseen is logged and becomes a 500."""
+    """Turn every error into its problem answer; an unexpected one is logged and becomes a 500."""
     try:
         return await handler(request)
     except PostroomError as error:
@@ -122,7 +122,7 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 def problem_response(problem: Problem) -> web.Response:
-    """Answer with `problem` (RFC 9457), and `Retry-After` where it says when."""
+    """Answer with `problem` (RFC 9457), and `Retry-After` where it has one."""
     headers = {} if problem.retry_after is None else {"Retry-After": str(max(1, round(problem.retry_after)))}
     body = msgspec.json.encode(problem)
     return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
@@ -135,7 +135,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 @lru_cache(maxsize=64)
 def is_media(header: str, media: str) -> bool:
-    """Tell whether a `Content-Type` says `media` in UTF-8."""
+    """Return whether a `Content-Type` is `media` in UTF-8."""
     kind, *parameters = (part.strip().lower() for part in header.split(";"))
     return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
 
@@ -172,7 +172,7 @@ def openapi(
 ) -> dict[str, Any]:
     """Describe the routes as an OpenAPI 3.1 document, its schemas from the types that decode and encode.
 
-    `bearer` says which token callers show, and `access` what the word of a route means.
+    `bearer` describes the token that callers send, and `access` explains the word of each route.
     """
     routes = list(routes)
     types = [
@@ -220,9 +220,9 @@ def openapi(
 
 
 def describe(types: Sequence[Any], ref_template: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON schema of each of `types` by its repr, and what those refer to by name, with every field's text.
+    """Return the JSON schema of each of `types` by its repr, and the components that they refer to by name.
 
-    The texts are in `_wire/fields.toml`, but for those that a type has itself.
+    Every field has its text, from the type itself or else from `_wire/fields.toml`.
     """
     refs, components = msgspec.json.schema_components(types, ref_template=ref_template)
     texts = _texts()
@@ -236,7 +236,7 @@ def describe(types: Sequence[Any], ref_template: str) -> tuple[dict[str, Any], d
 
 @cache
 def _texts() -> dict[str, Any]:
-    """Return what each field means, by its name; and by a type's name those of its fields that mean something else."""
+    """Return what each field means, by its name; by a type's name, those of its fields that mean something else."""
     return tomllib.loads(files("postroom._wire").joinpath("fields.toml").read_text("utf-8"))
 
 
@@ -304,7 +304,7 @@ class Histogram:
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Write what one scrape found, `families` with their samples, as it is answered."""
+    """Write `families` with their samples, what one scrape found, in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Scrape(list(families)))
     return generate_latest(registry)

@@ -3,8 +3,8 @@
 Every program's main reads the same way: options → build → `run_until_stopped` → close what was built.
 
 It speaks the two protocols of systemd that a service needs, sd_notify(3) and socket activation (sd_listen_fds(3)), and
-finds what `module:name` names in a user's own code. It reports of itself, again and again
-(docs/contract/operate.md#operate-60); to whom is its own affair.
+loads what `module:name` names in a user's own code. It reports its state periodically
+(docs/contract/operate.md#operate-60); the program passes in where to.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import PostroomError
 
 T = TypeVar("T")
-_GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and hold no circles
+_GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and form no cycles
 
 _log = structlog.get_logger(__name__)
 _CLEAN_UP_SECONDS: Final = 5.0  # that a task may take to end when it is cancelled
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
-_GLANCE_SECONDS: Final = 1.0  # between two looks at what can be seen without asking anybody
+_GLANCE_SECONDS: Final = 1.0  # between two glances at what needs no request
 _STEP_SECONDS: Final = 0.5
 
 
@@ -61,9 +61,10 @@ async def run_until_stopped(
 ) -> None:
     """Run the named `tasks` until `stop` is set or one of them ends; cancel the rest and wait for them.
 
-    `wind_down` runs before that, while the tasks still do: what has begun can come to its end. By then `stop` is set.
+    `wind_down` runs before that, with `stop` set, while the tasks still run: what has begun can finish.
 
-    A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would limp without it.
+    A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would be crippled
+    without it.
     """
     running = {asyncio.create_task(task, name=name) for name, task in tasks.items()}
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
@@ -82,10 +83,10 @@ async def run_until_stopped(
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks, and return when all have ended; what they ended with is left to them.
+    """Cancel the tasks, and return when all have ended; their results stay with them.
 
-    A task whose clean-up fails has lost its cancellation to that error: a loop that outlives errors goes on then, as
-    one does whose Postgres hangs. So it is cancelled again, until it has ended.
+    A task whose clean-up fails has lost its cancellation to that error: a loop that survives errors then goes on, for
+    example where Postgres hangs. So it is cancelled again, until it has ended.
     """
     while running := {task for task in tasks if not task.done()}:
         for task in running:
@@ -94,20 +95,20 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def managed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a service manager wants to hear of this process."""
+    """Return whether a service manager expects notifications of this process."""
     return bool(environ.get("NOTIFY_SOCKET"))
 
 
 def notify(message: str, environ: Mapping[str, str] = os.environ, *, patience: float = 1.0) -> None:
     """Send `READY=1`, `STATUS=…`, `WATCHDOG=1` or `STOPPING=1` to the service manager, if there is one.
 
-    One that does not listen is waited for, for `patience` seconds, and then not told: what is told again and again has
-    none, since the loop stands still meanwhile.
+    One that does not listen is waited for, for `patience` seconds, and then not notified. Periodic notifications have
+    no patience, since the loop is blocked meanwhile.
     """
     if not managed(environ):
         return
     address = environ["NOTIFY_SOCKET"]
-    # What fails: an address that was inherited, as in a container, a manager that restarts or hangs. No reason to end.
+    # It fails for an inherited address, as in a container, and a manager that restarts or hangs: no reason to end.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(patience)
         sock.connect("\0" + address[1:] if address.startswith("@") else address)
@@ -115,7 +116,7 @@ def notify(message: str, environ: Mapping[str, str] = os.environ, *, patience: f
 
 
 def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return how often the service manager wants to hear `WATCHDOG=1`, or None where it does not."""
+    """Return how often the service manager expects `WATCHDOG=1`, or None where it does not."""
     usec = environ.get("WATCHDOG_USEC")
     return None if usec is None or _is_foreign("WATCHDOG_PID", environ) else int(usec) / 1e6
 
@@ -123,7 +124,7 @@ def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
 async def answer_watchdog(interval: float) -> None:
     """Answer every `interval` seconds, for ever; a task, so that a loop that hangs is noticed.
 
-    A server that is away is no reason to die: nobody asks after that here.
+    An unreachable server is no reason to die, so none is asked here.
     """
     while True:
         notify("WATCHDOG=1", patience=0)
@@ -131,7 +132,7 @@ async def answer_watchdog(interval: float) -> None:
 
 
 def in_step(seconds: float) -> float:
-    """Return about `seconds`, so that all who wait by it wake at the same moments: an idle process sleeps longer then.
+    """Return about `seconds`, so that all waits by it end at the same moments: an idle process wakes less often.
 
     It is never more, and less than half a second less.
     """
@@ -162,7 +163,7 @@ def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
 def load_named(name: str, *, what: str, example: str) -> Any:
     """Import `module:name` as `python -m` does: from the current directory first, then from `PYTHONPATH`.
 
-    Raises `Fatal`: 2 where `name` has another form, as one that names no `what`, and 78 where it can't be imported.
+    Raises `Fatal`: 2 where `name` has another form, with `what` it should name, and 78 where it can't be imported.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -193,7 +194,7 @@ def check_library_is_visible() -> None:
 
 
 class Reporter:
-    """What a process says of itself in each of its reports; it is of a `distribution`, and begins now."""
+    """Builds the reports of a process of a `distribution`, which starts now."""
 
     def __init__(self, distribution: str, address: str | None) -> None:
         self._version = version(distribution)
@@ -201,7 +202,7 @@ class Reporter:
         self._started_at = datetime.now(UTC)
 
     def report(self, reasons: Sequence[str], *, status: Status | None = None, **more: Any) -> Report:
-        """Build the report of how it is now: `degraded` where there are reasons, and no other status is given."""
+        """Build a report of the current state: `degraded` where there are reasons, and no other status is given."""
         return Report(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -216,23 +217,23 @@ class Reporter:
 
 
 def lines(reasons: Sequence[str]) -> list[str]:
-    """Return of reasons what a report has room for."""
+    """Return as many and as much of the reasons as a report has room for."""
     return [reason[:MAX_LINE] for reason in reasons[:MAX_REASONS]]
 
 
 async def keep_reporting(
     look: Callable[[], Awaitable[Report]],
-    tell: Callable[[Report], Awaitable[None]],
+    send: Callable[[Report], Awaitable[None]],
     glance: Callable[[], Hashable],
 ) -> None:
-    """Report for ever, every ten seconds, and soon after what `glance` sees has changed.
+    """Report for ever, every ten seconds, and soon after what `glance` returns has changed.
 
-    A report that cannot be made or told (`PostroomError`) is left out: the next one follows.
+    A report that cannot be made or sent (`PostroomError`) is left out: the next one follows.
     """
     while True:
         seen = glance()
         with suppress(PostroomError):
-            await tell(await look())
+            await send(await look())
         for _ in range(round(REPORT_SECONDS / _GLANCE_SECONDS)):
             await asyncio.sleep(in_step(_GLANCE_SECONDS))
             if glance() != seen:

@@ -130,7 +130,7 @@ def open_copy(path: Path) -> sqlite3.Connection:
 
 
 def open_still(path: Path) -> sqlite3.Connection:
-    """Open a whole file that nobody writes, and leave nothing beside it."""
+    """Open a whole file that nothing writes, without creating a log next to it."""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
 
@@ -138,7 +138,7 @@ def quick_check(db: sqlite3.Connection) -> None:
     """Raise `Damaged` with the first fault of a file, if it has any."""
     (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
     if verdict != "ok":
-        raise Damaged(verdict.rpartition("\n")[2])  # the lines before say in which of all its files
+        raise Damaged(verdict.rpartition("\n")[2])  # the lines before it name the file
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -178,23 +178,23 @@ def result_code(error: BaseException) -> int:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Tell whether the file or the disk can no longer be trusted after `error`."""
+    """Return whether the file or the disk can no longer be trusted after `error`."""
     return result_code(error) in _BROKEN
 
 
 def is_damage(error: BaseException) -> bool:
-    """Tell whether `error` says that the file's content is wrong."""
+    """Return whether `error` says that the file's content is wrong."""
     return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def is_full(error: BaseException) -> bool:
-    """Tell whether `error` says that the disk is full."""
+    """Return whether `error` says that the disk is full."""
     number = error.errno if isinstance(error, OSError) else None
     return result_code(error) == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT)
 
 
 def exit_after(error: sqlite3.Error | OSError) -> Exit:
-    """Return how a start ends that `error` forbids: 75 for a full disk and 74 for a failing one, else 78."""
+    """Return the exit code of a start that fails with `error`: 75 for a full disk and 74 for a failing one, else 78."""
     if is_full(error):
         return Exit.TRY_AGAIN
     if result_code(error) == sqlite3.SQLITE_IOERR or (isinstance(error, OSError) and error.errno == errno.EIO):
@@ -205,8 +205,8 @@ def exit_after(error: sqlite3.Error | OSError) -> Exit:
 def exit_after_opening(path: Path, error: sqlite3.Error | OSError) -> Exit:
     """Return the same where the file at `path` could not be opened.
 
-    Why it can't open or create one of its files SQLite does not say: a full disk and a wrong owner are one error code.
-    So each is opened once more; where that works by now, a further start works too.
+    SQLite has one error code for every reason, a full disk and a wrong owner alike. So each of its files is opened once
+    more; where that works by now, another start will too.
     """
     if result_code(error) != sqlite3.SQLITE_CANTOPEN:
         return exit_after(error)

@@ -22,10 +22,10 @@ PRAGMA busy_timeout = 5000;             -- ms
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;              -- an fsync per commit: what was answered is on disk
 PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered
-PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts anew
+PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts over
 PRAGMA cache_size = -16384;             -- KiB
 PRAGMA foreign_keys = ON;               -- no row without what it refers to
-PRAGMA secure_delete = FAST;            -- what is deleted is overwritten where that is no page more to write
+PRAGMA secure_delete = FAST;            -- what is deleted is overwritten where that adds no page to write
 PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
 PRAGMA temp_store = MEMORY;
 
@@ -77,11 +77,11 @@ FROM pragma_page_count, pragma_freelist_count, pragma_page_size;
 PRAGMA wal_checkpoint(PASSIVE);
 
 -- name: checkpoint_restart
--- The same, and wait for the readers, so that the WAL starts anew.
+-- The same, and wait for the readers, so that the WAL starts over.
 PRAGMA wal_checkpoint(RESTART);
 
 -- name: wait_briefly
--- How long a restart may wait for readers, in ms: everybody waits with it.
+-- How long a restart may wait for readers, in ms: all operations wait with it.
 PRAGMA busy_timeout = 100;
 
 -- name: wait

@@ -18,14 +18,14 @@ writing     one connection on a thread of its own writes and checkpoints (`postr
             and fares as if it had been alone: where one fails, everything is undone and each runs again by itself.
 checkpoints after the answers, and every MiB: SQLite's own would run inside a commit, before its answers, and every
             4 MB, for which everybody waits 13 to 18 ms. Here it is 5 to 7 ms, which mostly pass while the event loop
-            reads the next requests. A log that readers keep from starting anew waits for them once it is large, but
+            reads the next requests. A log that readers keep from starting over waits for them once it is large, but
             briefly.
 failure     a full disk refuses what does not fit, and nothing has changed. After any other error of the disk or the
-            file it is not known whether the transaction happened: everybody who waits hears that, `failed` is set, and
-            the store takes nothing any more.
+            file it is not known whether the transaction happened: every waiting operation fails with that, `failed` is
+            set, and the store takes nothing any more.
 copying     a copy is made through the same connection, a few pages at a time, and groups are written between them.
             SQLite keeps the copy up to date with what they change. So there is no long read, which would keep the log
-            from starting anew, and at its end the copy is what the file is at that moment.
+            from starting over, and at its end the copy is what the file is at that moment.
 close       what is queued is finished, the log emptied; `clean` says whether all of it lies in the file itself.
 
 The thread goes from one group to the next by itself, as long as any waits: coming back to the event loop in between
@@ -82,14 +82,14 @@ _log = structlog.get_logger(__name__)
 
 
 class OwnedFile:
-    """A locked `<directory>/<name>.db`; `unclean` tells that its last owner did not stop in order.
+    """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order.
 
-    Beside it lies `<name>.lock`, held with flock(2) by the process that owns the file; it holds that process's id until
-    a clean stop empties it. A lock file with a process id in it that nobody holds means: the last owner was killed.
+    The process that owns the file holds `<name>.lock`, next to it, with flock(2); that has the process's id in it until
+    a clean stop empties it. A lock file with an id that no process holds means that the last owner was killed.
     """
 
     def __init__(self, directory: Path, name: str, *, may_be_anothers: bool = False) -> None:
-        """Create the directory (0700) if need be and take the lock; raises `Fatal` where somebody else holds it.
+        """Create the directory (0700) if need be and take the lock; raises `Fatal` where another process holds it.
 
         The same where others own the directory or may write to it; `may_be_anothers` lets root work for its owner.
         """
@@ -116,7 +116,7 @@ class OwnedFile:
 
     @property
     def damaged(self) -> Path | None:
-        """The file that was set aside last, None where there is none."""
+        """The file that was set aside last, if any."""
         aside = {file.name.rpartition("-")[2]: file for file in self.path.parent.glob(f"{self.path.name}.damaged-*")}
         times = [time for time in aside if time.isdigit()]  # the others are WALs
         return aside[max(times, key=int)] if times else None
@@ -151,7 +151,7 @@ def set_aside(database: Path, now: int) -> Path:
 
 
 def move(database: Path, destination: Path) -> None:
-    """Rename what there is of an SQLite file, the database first: without it nobody opens what is left."""
+    """Rename the parts of an SQLite file, the database first: without it nothing opens the others."""
     for part in PARTS:
         with contextlib.suppress(FileNotFoundError):
             Path(f"{database}{part}").rename(f"{destination}{part}")
@@ -177,7 +177,7 @@ class Connection(aiosqlite.Connection):
         try:
             await connection
         except BaseException:
-            connection._thread.join()  # at once; its last word must not come to a loop that is closed
+            connection._thread.join()  # now: its last callback must not reach a loop that is closed
             raise
         return connection
 
@@ -188,7 +188,7 @@ class Connection(aiosqlite.Connection):
 
 
 class Answers(NamedTuple):
-    """What a room answers to those whose operation was not done."""
+    """The errors that a room raises for an operation that was not done."""
 
     refused: Callable[[Exception], Exception]  # it failed with this by itself, and nothing of it was written
     unknown: Callable[[Path, Exception], Exception]  # the file or the disk failed: nobody knows whether it was done
@@ -199,7 +199,7 @@ class Operation(Protocol[T_co]):
     """Something that a transaction does."""
 
     def run(self, transaction: Any) -> T_co:
-        """Do it, on the connection's thread, in what the store's `Transactor` gives to operations."""
+        """Do it on the connection's thread; the store's `Transactor` passes `transaction`."""
 
 
 class Write(NamedTuple):
@@ -210,7 +210,7 @@ class Write(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """An operation, and the future of who waits for it."""
+    """An operation, and the future of its caller."""
 
     number: int  # in the order of arrival
     operation: Any
@@ -218,7 +218,7 @@ class Waiting(NamedTuple):
 
 
 class Queue:
-    """What waits: the loop appends, the connection's thread takes."""
+    """The operations that wait: the loop appends, the connection's thread takes."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -233,12 +233,12 @@ class Queue:
         self._number += 1
         (self._patient if patient else self._arrived).append(Waiting(self._number, operation, future))
 
-    def hasten(self) -> None:
-        """Have the patient ones wait for nobody."""
+    def flush(self) -> None:
+        """Make the patient ones wait no longer."""
         self._arrived.extend(self.take_patient())
 
     def take_patient(self) -> list[Waiting]:
-        """Take what goes with the next group."""
+        """Take the patient ones."""
         taken = []
         with contextlib.suppress(IndexError):  # the loop and the thread may take at once
             while True:
@@ -268,21 +268,21 @@ class Transactor:
         return outcomes
 
     def alone(self, operation: Any, attempt: Callable[[Any], Outcome]) -> Outcome:
-        """Run an operation in a transaction of its own, which `attempt` does, or each of its parts."""
+        """Run an operation, or each of its parts, in a transaction of its own with `attempt`."""
         return attempt(operation)
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is something to do although nobody waits."""
+        """Whether there is something to do although no operation waits."""
         return False
 
     @property
     def chores_in(self) -> float | None:
-        """Seconds after which there may be, if nobody comes before; None for never."""
+        """Seconds after which there may be, if no operation comes before; None for never."""
         return None
 
     def do_chores(self, db: sqlite3.Connection) -> None:
-        """Do it; whoever waits meanwhile waits for it. What this raises fails the store."""
+        """Do the chores; operations wait for it. What this raises fails the store."""
 
 
 class Store:
@@ -335,11 +335,11 @@ class Store:
         group: int = _GROUP,
         checkpoint_bytes: int = CHECKPOINT_BYTES,
     ) -> Self:
-        """Open, check and migrate the file, and let `prepare` do in a transaction what comes before all else.
+        """Open, check and migrate the file, and call `prepare` in a transaction before everything else.
 
-        `damaged` hears what is wrong with a file: it raises, or moves that away for a new one. An owned file is
-        unlocked where this raises: `Fatal`, 78 for a file that only somebody's hand can make usable, 75 or 74 where the
-        disk is full or fails, or what `prepare` and `damaged` raise.
+        `damaged` is called with what is wrong with a file: it raises, or moves that away for a new one. An owned file
+        is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by hand, 75 or 74 where the disk
+        is full or fails, or what `prepare` and `damaged` raise.
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path
@@ -386,7 +386,7 @@ class Store:
         """Finish what is queued, empty the log and close the file; a second call does nothing."""
         first = not self._closed
         self._closed = self._stopping = True
-        self._hasten()
+        self._flush()
         if first and self._reader is not None:
             await self._reader.close()
         await self._task
@@ -418,9 +418,9 @@ class Store:
             return 0
 
     def submit(self, operation: Operation[T], *, patience: float = 0.0) -> asyncio.Future[T]:
-        """Queue `operation`; the future is done when its transaction is on disk, or with what the room answers.
+        """Queue `operation`; the future is done when its transaction is on disk, or has one of the room's errors.
 
-        For so many seconds of `patience` it waits for a transaction that is made anyway.
+        For up to `patience` seconds it waits for a transaction that is made anyway.
         """
         if self.failure is not None:
             raise self._answers.unknown(self.path, self.failure)
@@ -429,7 +429,7 @@ class Store:
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting.append(operation, future, patient=patience > 0)
         if patience > 0:
-            self._loop.call_later(patience, self._hasten)
+            self._loop.call_later(patience, self._flush)
         else:
             self._wake.set()
         return future
@@ -504,7 +504,7 @@ class Store:
                 return False
             finally:
                 self._busy_since = None
-            if self._owned is None:  # whoever has the next turn may write as soon as this one is answered
+            if self._owned is None:  # the process with the next turn may write as soon as this one is answered
                 self._loop.call_soon_threadsafe(self._answer, group, outcomes)
         return True
 
@@ -512,7 +512,7 @@ class Store:
         """Run the group in one transaction, or each alone where that fails; raises where the file is to blame."""
         try:
             return self._transactor.transact(db, [waiting.operation for waiting in group])
-        except Exception as error:  # whatever it was, its operation shall fail alone
+        except Exception as error:  # any other: its operation fails alone
             if is_broken(error):
                 raise
             attempt = partial(self._attempt, db)
@@ -529,7 +529,7 @@ class Store:
     def _checkpoint(self, db: sqlite3.Connection, last: int) -> None:
         """Move the log into the file once it holds enough; more after a large group, which logged `last` bytes.
 
-        With a restart it waits for the readers, briefly, so that the log starts anew although they never cease.
+        With a restart it waits for the readers, briefly, so that the log starts over although there are always some.
         """
         if self._transactor.logged - self._moved < max(
             self._checkpoint_bytes, min(_GROUPS_A_CHECKPOINT * last, _RESTART_AT // 2)
@@ -556,8 +556,8 @@ class Store:
 
     # On the loop
 
-    def _hasten(self) -> None:
-        self._waiting.hasten()
+    def _flush(self) -> None:
+        self._waiting.flush()
         self._wake.set()
 
     def _answer(self, group: list[Waiting], outcomes: list[Outcome]) -> None:
@@ -569,7 +569,7 @@ class Store:
                 _settle(waiting.future, outcome)
 
     def _fail(self, group: list[Waiting], error: Exception) -> None:
-        """Give everybody who waits the same answer, and take nothing any more."""
+        """Fail every operation that waits, and take nothing any more."""
         for waiting in (*group, *self._waiting.drain()):
             _settle(waiting.future, self._answers.unknown(self.path, error))
         self._end(error)
@@ -583,7 +583,7 @@ class Store:
 
 
 def _settle(future: asyncio.Future[Any], outcome: Outcome) -> None:
-    if future.done():  # whoever submitted it went away
+    if future.done():  # the caller has cancelled it
         return
     if isinstance(outcome, Exception):
         future.set_exception(outcome)

@@ -1,8 +1,8 @@
 """The spans of a program of ours, sent to a collector where OpenTelemetry's own environment variables name one.
 
-`OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) switches them on; what else those variables say
-(headers, sampler, sizes of queues) OpenTelemetry's SDK reads by itself. Nothing of it is imported before. Spans go out
-from a thread of their own: a collector that is away costs spans, and a line in the log, but never a message.
+`OTEL_EXPORTER_OTLP_ENDPOINT` (or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`) switches them on; OpenTelemetry's SDK reads the
+other variables (headers, sampler, sizes of queues) by itself. Nothing of it is imported before. Spans are sent from a
+thread of their own: an unreachable collector costs spans, and a line in the log, but never a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INSTALL: Final = (
 def exporting(program: str) -> Iterator[None]:
     """Export spans in the block, if the environment asks for it, as the service `program` unless it says another name.
 
-    Where OpenTelemetry is not installed, or refuses what its variables say, the program runs without, and the log says
+    Where OpenTelemetry is not installed, or refuses its variables, the program runs without spans, and the log says
     what to install or what is wrong.
     """
     provider = _provider(program) if wanted() else None
@@ -47,7 +47,7 @@ def exporting(program: str) -> Iterator[None]:
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the environment asks for spans; a variable that is empty says nothing."""
+    """Return whether the environment asks for spans; an empty variable counts as unset."""
     exporters = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     return (
         any(environ.get(name) for name in _ENDPOINTS)
@@ -57,7 +57,7 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _provider(program: str) -> TracerProvider | None:
-    """Install the provider of this process, and return it; None where there is one already, or none can be."""
+    """Install the provider of this process, and return it; None where there is one already, or it fails."""
     try:
         from opentelemetry import trace  # noqa: PLC0415 - an extra, and slow to import
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - the same
@@ -66,7 +66,7 @@ def _provider(program: str) -> TracerProvider | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - the same
 
         if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-            return None  # of whoever starts the program instrumented: it has its spans, and exports them
+            return None  # the program was started instrumented: that provider exports its spans
         said = OTELResourceDetector().detect().attributes
         name = str(said.get("service.name", program))
         resource = Resource.create({"service.name": name, "service.version": version("postroom")})
@@ -75,7 +75,7 @@ def _provider(program: str) -> TracerProvider | None:
     except ImportError as error:
         _log.warning("tracing_not_installed", missing=error.name, advice=_INSTALL)
         return None
-    except Exception as error:  # noqa: BLE001 - what a variable says may cost spans, never the program
+    except Exception as error:  # noqa: BLE001 - a wrong variable may cost spans, never the program
         _log.warning("tracing_not_configured", error=str(error), advice="check the OTEL_… variables of this program")
         return None
     trace.set_tracer_provider(provider)

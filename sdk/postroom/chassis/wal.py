@@ -1,11 +1,11 @@
-"""A write-ahead log as it lies on disk, read without SQLite: https://www.sqlite.org/fileformat2.html#walformat.
+"""A write-ahead log on disk, read without SQLite: https://www.sqlite.org/fileformat2.html#walformat.
 
-For SQLite a log ends at the first frame that is not what was written: it drops that one and all that follow, and says
-nothing. That is right for what a power cut or a kill left unfinished, which nobody was answered for, and wrong where a
+For SQLite a log ends at the first frame that is not what was written: it silently drops that one and all that follow.
+That is right for what a power cut or a kill left unfinished, which was never confirmed to a caller, and wrong where a
 frame was damaged later. The two differ: a transaction is on disk before the next one is written, so where a whole
 transaction and the beginning of another follow the fault, the log was whole once.
 
-Nothing tells them apart in the last transaction of a log: one that was damaged looks like one that was never finished.
+In the last transaction of a log the two look the same: a damaged one like one that was never finished.
 """
 
 import os
@@ -20,7 +20,7 @@ _HEADER: Final = 32  # bytes of a log
 _FRAME_HEADER: Final = 24
 _FRAME: Final = _FRAME_HEADER + PAGE
 _BIG_ENDIAN: Final = b"\x37\x7f\x06\x83"  # begins a log whose checksums are
-_GENERATIONS: Final = 2**20  # by so much may the first salt of frames be older that a new log has not overwritten yet
+_GENERATIONS: Final = 2**20  # the first salt of frames that a new log has not overwritten yet may be older by so much
 
 
 class Frame(NamedTuple):
@@ -39,7 +39,7 @@ class Log:
         self._file = file
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the frames that were written since the log began anew.
+        """Yield the frames that were written since the log last started over.
 
         The checksum of a frame goes on from the one before. After a damaged one the next is checked by what that has
         written as its own, and by what it should have.
@@ -51,12 +51,11 @@ class Log:
         header = read(self._file, 0, _HEADER)
         order = ">" if header[:4] == _BIG_ENDIAN else "<"
         salts = [read(self._file, _HEADER + place * _FRAME + 8, 8) for place in places]
-        sound_header = _checksum(bytes(8), header[:24], order) == header[24:]
-        current = header[16:24] if sound_header else max(salts[:3], key=salts[:3].count)
+        written, due = header[24:], _checksum(bytes(8), header[:24], order)
+        current = header[16:24] if written == due else max(salts[:3], key=salts[:3].count)
         last = max((place for place in places if salts[place] == current), default=-1)
         while last + 1 < len(places) and any(salts[last + 1]) and not _is_older(salts[last + 1], current):
             last += 1  # its header is damaged
-        written, due = header[24:], _checksum(bytes(8), header[:24], order)
         for place in places[: last + 1]:
             frame = read(self._file, _HEADER + place * _FRAME, _FRAME)
             data = frame[:8] + frame[_FRAME_HEADER:]
@@ -74,13 +73,13 @@ class Log:
 
     @property
     def begins_soundly(self) -> bool:
-        """Whether the header is what was written: SQLite takes a log for empty where it isn't."""
+        """Whether the header is what was written: where it is not, SQLite treats the log as empty."""
         header = read(self._file, 0, _HEADER)
         return _checksum(bytes(8), header[:24], ">" if header[:4] == _BIG_ENDIAN else "<") == header[24:]
 
 
 def check_log(database: Path) -> str | None:
-    """Return what is wrong with the log of a file that nobody writes to, None where SQLite drops nothing of it."""
+    """Return what is wrong with the log of a file that nothing writes to, None where SQLite drops nothing of it."""
     try:
         file = os.open(f"{database}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -88,9 +87,7 @@ def check_log(database: Path) -> str | None:
     try:
         log = Log(file)
         fault = None if log.begins_soundly else "the header"
-        on_disk = bool(
-            fault
-        )  # what is before the frame was there before that was written, as a header or a transaction
+        on_disk = bool(fault)  # whether what precedes the frame, the header or a transaction, was on disk before it
         for frame in log.frames():
             if fault and on_disk and frame.sound:
                 return f"{fault} of the write-ahead log is not what was written, and what was written later follows it"
@@ -103,7 +100,7 @@ def check_log(database: Path) -> str | None:
 
 
 def read(file: int, offset: int, size: int) -> bytes:
-    """Read bytes; what the disk cannot give the second time either is zeros, as damaged as anything else."""
+    """Read bytes; what the disk cannot read the second time either is zeros, and so counts as damaged."""
     for _ in range(2):
         with suppress(OSError):
             return os.pread(file, size, offset).ljust(size, b"\0")
@@ -111,7 +108,7 @@ def read(file: int, offset: int, size: int) -> bytes:
 
 
 def _is_older(salts: bytes, current: bytes) -> bool:
-    """Tell whether a frame is of an older log, over which this one is written: each counts its first salt up."""
+    """Return whether a frame is of an older log, which this one overwrites: each log increments the first salt."""
     return 0 < int.from_bytes(current[:4], "big") - int.from_bytes(salts[:4], "big") < _GENERATIONS
 
 

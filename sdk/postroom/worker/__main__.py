@@ -31,7 +31,7 @@ def main() -> int:
     try:
         options.do(options)
     except Fatal as fatal:
-        return fatal.tell(options.name)
+        return fatal.report(options.name)
     except KeyboardInterrupt:  # before it listened for the signal
         return _INTERRUPTED
     return Exit.OK

@@ -42,7 +42,7 @@ async def test_beside_others_a_caller_has_its_part_of_a_group_and_everybody_is_i
     assert callers(queue) == [MALLORY]
 
 
-async def test_what_is_patient_goes_with_whatever_comes_next_until_it_is_hastened() -> None:
+async def test_what_is_patient_goes_with_whatever_comes_next_until_it_is_flushed() -> None:
     queue = Queue()
     for _ in range(2):
         queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
@@ -51,7 +51,7 @@ async def test_what_is_patient_goes_with_whatever_comes_next_until_it_is_hastene
     assert callers(queue) == [None, None, ALICE]
     assert not queue
     queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
-    queue.hasten()
+    queue.flush()
     assert queue
     assert callers(queue) == [None]
 
