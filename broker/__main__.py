@@ -1,7 +1,7 @@
 """`python -m broker [run|migrate|orphan-check|restored] --config FILE`: the broker's program.
 
-Each thing that it can be asked for is one call that returns an exit code, and imports what it alone needs: `postroom
-up` waits for the migration before it starts anything that serves.
+Each command is one call that returns an exit code, and imports what it alone needs: `postroom up` waits for the
+migration before it starts the servers.
 """
 
 import argparse
@@ -39,7 +39,7 @@ async def migrate_database(config: BrokerConfig) -> Exit:
 
 
 async def begin_incarnation(config: BrokerConfig) -> Exit:
-    """Tell everybody that the database was restored: daemons compare what they sent, readers learn where to go on."""
+    """Record that the database was restored: daemons compare what they sent, readers learn where to resume."""
     from broker.operator import keep_log  # noqa: PLC0415
 
     async with postgres.connected(config.database_url) as connection:
@@ -56,7 +56,7 @@ async def begin_incarnation(config: BrokerConfig) -> Exit:
 
 
 async def find_orphans(url: str, *, events_kept: timedelta) -> list[Violation]:
-    """Return every violation of accept's atomicity in the database at `url`, and keep them where that may be written.
+    """Return every violation of accept's atomicity in the database at `url`, and record them where it is writable.
 
     Raises `Fatal`, also where its schema is not this program's.
     """
@@ -84,7 +84,7 @@ COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Coroutine[Any, Any, Exit]]
 
 
 def main(command: str, config_file: Path | None) -> int:
-    """Load the config and run one of `COMMANDS`; what is fatal becomes one sentence and its exit code."""
+    """Load the config and run one of `COMMANDS`; a `Fatal` becomes one sentence and its exit code."""
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)

@@ -1,17 +1,17 @@
 """`POST /v1/accept`: a batch goes through B0 to B3, and each message is answered (docs/contract/accept.md#accept-9).
 
     B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
-    B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind but a unit of the limiter
+    B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind except a unit of the limiter
     B2  the destination, inside the transaction: 4xx, and nothing left behind
     B3  the commit: 201
 
 A round is B0 to B3 for the messages that have no answer yet. One round answers all but three rare kinds of message,
-which the next round's B0 settles: those whose id another batch took meanwhile, those whose id stands twice in the
+which the next round's B0 settles: those whose id another batch took meanwhile, those whose id is given twice in the
 batch, and those that their destination refused (a retry of an accepted message must get its 200, even where the topic
-went away since). A second run of an accepted message is harmless because of its row in `mesh.client_message_dedupe`.
+was deleted since). A second run of an accepted message is harmless because of its row in `mesh.client_message_dedupe`.
 
-What is refused costs a unit of the limiter like what is accepted, and a batch is read and checked in slices, by turns
-with other batches: no member can fill the broker's time with what comes to nothing.
+A refused message costs a unit of the limiter like an accepted one, and a batch is read and checked in slices, in turn
+with other batches: no member can occupy the broker with messages that are refused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Accepting:
         token revoked meanwhile, 503 where nothing is known about any of its messages.
         """
         began = time.time_ns()
-        with self._metrics.accept_seconds.time(), self._noted(sender):
+        with self._metrics.accept_seconds.time(), self._registered(sender):
             batch = _Batch(self._metrics)
             await self.slices.each(sender.whose, split(body, self._config.max_batch), batch.read)
             self._metrics.batch_messages.observe(len(batch.answers))
@@ -88,7 +88,7 @@ class Accepting:
             await asyncio.wait(set(at_work))
 
     @contextmanager
-    def _noted(self, sender: Member) -> Iterator[None]:
+    def _registered(self, sender: Member) -> Iterator[None]:
         ended = asyncio.get_running_loop().create_future()
         at_work = self._at_work.setdefault(sender.member_id, set())
         at_work.add(ended)
@@ -120,7 +120,7 @@ class Accepting:
             raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
             raise NotPermitted.of("invalid_token", f"the bearer token was revoked; {NEW_TOKEN}") from None
-        except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
+        except Exception as error:  # noqa: BLE001 - after any other error the batch may have been committed
             await self._resolve_unknown(sender, batch, error)
         else:
             batch.settle_written(written)
@@ -141,7 +141,7 @@ class Accepting:
         )
 
     async def _resolve_unknown(self, sender: Member, batch: _Batch, error: Exception) -> None:
-        """After an error the batch is committed or it isn't: the dedupe rows know. What has none may be tried again."""
+        """Answer after an error by the dedupe rows: a message that has one was accepted, the others may be retried."""
         self._metrics.unknown_outcomes.inc()
         kind, sqlstate = type(error).__name__, getattr(error, "sqlstate", None)  # its text may quote a row
         _log.warning("accept_outcome_unknown", messages=len(batch.waiting), error=kind, sqlstate=sqlstate)
@@ -158,7 +158,7 @@ class Accepting:
 
 
 class _Batch:
-    """The messages of one request on their way to an answer each."""
+    """The messages of one request, until each has its answer."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.answers: list[AcceptAnswer | None] = []
@@ -168,7 +168,7 @@ class _Batch:
         self._checked: dict[int, Checked] = {}
         self._admitted: set[str] = set()
         self._refused: dict[tuple[str, bytes], Problem] = {}
-        self._fines: dict[str, None] = {}  # ids that cost a unit of the limiter, although they were refused before it
+        self._fines: dict[str, None] = {}  # ids that cost a unit of the limiter although they were refused before it
 
     def read(self, message: msgspec.Raw) -> None:
         """Read the id of the next message; one that has none is answered 400."""
@@ -202,7 +202,7 @@ class _Batch:
                 self.waiting.append(item)
 
     def take_unchecked(self) -> list[Item]:
-        """Return the messages that have no answer; those that `check` lets through wait again."""
+        """Return the messages that have no answer; those that pass `check` wait again."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
@@ -222,7 +222,7 @@ class _Batch:
         return [client_id for client_id in ids if client_id not in self._admitted]
 
     def take_fines(self) -> list[str]:
-        """Return what refusals cost that came before the limiter: an id for each unit."""
+        """Return an id for each unit that refusals before the limiter cost."""
         fines, self._fines = self._fines, {}
         return list(fines)
 
@@ -269,7 +269,7 @@ class _Batch:
             self._answer_problem("b3", item, problem)
 
     def give_up(self) -> None:
-        """Answer 503 to what no round settled: ids that come and go faster than they can be looked up."""
+        """Answer 503 to what no round settled: ids that are taken and released faster than they can be looked up."""
         sentence = "other senders are using this id at the moment: send the message again under the same id"
         self.fail_waiting(TryAgain.of("id_contended", sentence, retryable=True, retry_after=1.0).problem)
 
@@ -278,9 +278,9 @@ class _Batch:
         return [answer for answer in self.answers if answer is not None]
 
     def record(self, began: int) -> None:
-        """Record a span for each message that was looked at, from `began` (ns since the epoch) until now.
+        """Record a span for each message that was checked, from `began` (ns since the epoch) until now.
 
-        Nothing is known of the others but their ids: they were recognised, denied or malformed before.
+        Of the others only the ids are known: they were recognised, denied or malformed before.
         """
         for position, checked in self._checked.items():
             answer = self.answers[position]
@@ -313,7 +313,7 @@ class _Batch:
 
 
 def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row: Taken) -> AcceptAnswer:
-    """Answer for an id that `row` holds: 200 for the very message, 409 for another one, or for another member's."""
+    """Answer for an id that `row` holds: 200 for the same message, 409 for another one, or for another member's."""
     if row.sender_id == sender.member_id and row.request_fingerprint == fingerprint:
         return AcceptAnswer(
             status=200,
@@ -324,28 +324,22 @@ def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row
             history_available=row.history_available,
             first_seen_at=row.first_seen_at.isoformat(),
         )
-    refuse = _another_members if row.sender_id != sender.member_id else _conflict
-    problem = refuse(client_message_id, row).problem
+    if row.sender_id != sender.member_id:  # nothing of the other member's message is shown
+        refusal = Conflict.of(
+            _REUSED,
+            f"the id {client_message_id} was used before by another member of the mesh: "
+            "send this message under an id of its own",
+            conflict="id_of_another_member",
+        )
+    else:
+        refusal = Conflict.of(
+            _REUSED,
+            f"the id {client_message_id} was accepted with other content: send this message under an id of its own",
+            conflict="request_fingerprint_mismatch",
+            broker_fingerprint_prefix=prefix(row.request_fingerprint),
+        )
+    problem = refusal.problem
     return AcceptAnswer(status=problem.status, client_message_id=client_message_id, problem=problem)
-
-
-def _another_members(client_message_id: str, _row: Taken) -> Conflict:
-    """Say that the id is taken, and nothing of the other member's message, whatever this one's content is."""
-    return Conflict.of(
-        _REUSED,
-        f"the id {client_message_id} was used before by another member of the mesh: "
-        "send this message under an id of its own",
-        conflict="id_of_another_member",
-    )
-
-
-def _conflict(client_message_id: str, row: Taken) -> Conflict:
-    return Conflict.of(
-        _REUSED,
-        f"the id {client_message_id} was accepted with other content: send this message under an id of its own",
-        conflict="request_fingerprint_mismatch",
-        broker_fingerprint_prefix=prefix(row.request_fingerprint),
-    )
 
 
 def _refusal(code: str, checked: Checked) -> PostroomError:

@@ -1,6 +1,6 @@
-"""Administration: who and what a broker has, from meshes to queues (docs/contract/accept.md#accept-4).
+"""Administration of a broker, from meshes to queues (docs/contract/accept.md#accept-4).
 
-Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`.
+The table of routes says who may call; `own_mesh` checks here that a member stays in its own mesh.
 """
 
 import secrets
@@ -31,7 +31,7 @@ MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
 
 
 class _Kind(NamedTuple):
-    """What messages may be addressed to by a name: what is asked for, a thing, things, and how they are stored."""
+    """A kind of named destination: its request, its type, the type of its list, and its queries."""
 
     wanted: type[api.CreateTopic | api.CreateQueue]
     thing: type[Any]
@@ -96,7 +96,7 @@ class Administration:
         return web.Response(status=204)
 
     async def create_member(self, request: web.Request) -> web.Response:
-        """`POST /v1/members`: the answer is the only place where the token ever stands."""
+        """`POST /v1/members`: the answer is the only place where the token is shown."""
         wanted = await decode_body(request, api.CreateMember)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
@@ -115,7 +115,7 @@ class Administration:
         return json_response(api.MemberList(members=[api.Member(mesh=mesh, **row) for row in rows]))
 
     async def revoke_member(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
+        """`DELETE /v1/members/{mesh}/{name}`: its token is refused from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
@@ -173,7 +173,7 @@ class Administration:
         async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
-            if row is None:  # somebody else subscribed the member in this very moment, or ended it
+            if row is None:  # another request subscribed or unsubscribed the member at the same moment
                 sentence = "the subscription is being changed: try again"
                 raise Conflict.of("subscription_changed", sentence, retryable=True)
         answer = api.Subscription(mesh=mesh, topic=topic, member=member, created_at=row["created_at"])
@@ -203,7 +203,7 @@ class Administration:
 
 
 class Destinations:
-    """The handlers of what the messages of a mesh may be addressed to by a name of its own: topics, or queues."""
+    """The handlers of the named destinations of a mesh: its topics, or its queues."""
 
     def __init__(self, database: Database, noun: Literal["topic", "queue"]) -> None:
         self._database = database
@@ -211,7 +211,7 @@ class Destinations:
         self._kind = _KINDS[noun]
 
     def routes(self) -> Sequence[Route]:
-        """Return the routes by which they are created, listed and deleted."""
+        """Return the routes that create, list and delete them."""
         path, kind = f"/v1/{self._noun}s", self._kind
         return [
             Route(method="POST", path=path, handler=self.create, access="administer",
@@ -244,7 +244,7 @@ class Destinations:
         )
 
     async def delete(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/topics/{mesh}/{name}`, say: its subscriptions go, its messages stay in the history."""
+        """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
@@ -278,7 +278,7 @@ class Operators:
         return json_response(api.OperatorList(operators=[api.Operator(**row) for row in rows]))
 
     async def revoke_operator(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/operators/{name}`: its token is worth nothing from now on, and its name stays taken."""
+        """`DELETE /v1/operators/{name}`: its token is refused from now on, and its name stays taken."""
         name = request.match_info["name"]
         async with changing(self._database, request, "revoke", "operator", name) as connection:
             await _there("operator", name, connection, QUERIES["revoke_operator"], name)
@@ -333,13 +333,12 @@ class Webhooks:
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
         async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
-            missing = NotFound.of(
-                "webhook_not_found", f"the topic has no webhook {webhook[:64]!r}: {_shown('topic webhook list', topic)}"
-            )
-            if (key := uuid_of(webhook)) is None or not await connection.fetchval(
-                QUERIES["delete_webhook"], topic_id, key
-            ):
-                raise missing
+            key = uuid_of(webhook)
+            if key is None or not await connection.fetchval(QUERIES["delete_webhook"], topic_id, key):
+                raise NotFound.of(
+                    "webhook_not_found",
+                    f"the topic has no webhook {webhook[:64]!r}: {_shown('topic webhook list', topic)}",
+                )
         return web.Response(status=204)
 
 
@@ -361,7 +360,7 @@ def _require_self_or_admin(request: web.Request, name: str) -> None:
 
 
 async def _there(noun: str, name: str, connection: Connection, query: str, *values: object) -> Any:
-    """Return what a query finds, or returns of what it changes; raises `NotFound` where that is nothing."""
+    """Return the value of a query that finds or changes a thing; raises `NotFound` where there is no such thing."""
     if (found := await connection.fetchval(query, *values)) is None:
         raise missing(noun, name)
     return found
@@ -381,7 +380,7 @@ async def _subscription_ids(connection: Connection, mesh: str, topic: str, membe
 
 
 def missing(noun: str, name: str) -> NotFound:
-    """Say that a noun of the mesh, as a topic, is not there."""
+    """Return the error for a missing thing of the mesh, such as a topic."""
     return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: {_shown(noun, 'list')}")
 
 

@@ -52,7 +52,7 @@ _ACCESS: Final = MappingProxyType(
         "anyone": Access("anyone, without a token", "none"),
         "member": Access("a member of a mesh, about itself"),
         "reader": Access("everybody with a token"),
-        "itself": Access("the member that it is about, and whoever may `administer` its mesh"),
+        "itself": Access("the member that it is about, and callers that may `administer` its mesh"),
         "look": Access("an operator of the mesh that may `look`, `repair` or `administer`; a mesh's admin"),
         "repair": Access("an operator of the mesh that may `repair` or `administer`; a mesh's admin"),
         "administer": Access("an operator of the mesh that may `administer`; a mesh's admin"),
@@ -63,7 +63,7 @@ _ACCESS: Final = MappingProxyType(
 )
 _BEARER: Final = "The token of a member or an operator, or the administrator's."
 _ABOUT: Final = (
-    "What daemons, operators and readers ask a broker. Every error is a problem (RFC 9457), with a stable `code`; "
+    "The requests of daemons, operators and readers. Every error is a problem (RFC 9457), with a stable `code`; "
     "docs/contract/accept.md has the rules."
 )
 
@@ -117,7 +117,7 @@ def routes(services: Services) -> list[Route]:
               summary="What this broker supports, and the member that the token belongs to",
               answers={200: Features}, problems=(401, 403, 503)),
         Route(method="GET", path="/v1/whoami", handler=admin.whoami, access="reader",
-              summary="Whom the token speaks for, and what it may do", answers={200: api.WhoAmI}, problems=(401, 503)),
+              summary="The token's owner, and what it may do", answers={200: api.WhoAmI}, problems=(401, 503)),
         Route(method="POST", path="/v1/meshes", handler=admin.create_mesh, access="broker_administer",
               summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=WRITE),
         Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_look",
@@ -177,7 +177,7 @@ def routes(services: Services) -> list[Route]:
               summary="Report rows of the member's daemon that died or were retired, for their story",
               body=EndedRows, answers={204: None}, problems=(400, 401, 403, 408, 413, 415, 503)),
         Route(method="GET", path="/v1/trace/{id}", handler=traces.trace, access="reader",
-              summary="Tell the story of a message, an event, a dead letter or a job, and where it waits",
+              summary="The story of a message, an event, a dead letter or a job, and where it waits",
               answers={200: Story}, problems=READ),
         *routes_of(DEAD_LETTERS, letters),
         Route(method="GET", path=f"{DEAD_LETTERS.path}/causes", handler=letters.causes, access=DEAD_LETTERS.reads,
@@ -191,12 +191,12 @@ def routes(services: Services) -> list[Route]:
               summary="Start a job of a flow; a worker that runs the flow does the rest",
               body=StartJob, answers={201: StartedJob, 200: StartedJob}, problems=WRITE),
         Route(method="GET", path=f"{JOBS.path}/messages/{{id}}", handler=jobs.explain, access=JOBS.reads,
-              summary="What a message was for, and what is done of it", answers={200: MessagePage}, problems=READ),
+              summary="What a message was for, and its outcome", answers={200: MessagePage}, problems=READ),
         *routes_of(JOBS, jobs),
         *routes_of(KEYS, Keys(services.database)),
         *routes_of(OPERATOR_LOG, OperatorLog(services.database)),
         Route(method="POST", path=PROGRAMS.path, handler=programs.report, access="member",
-              summary="Report how a daemon of the member is; once in a while, and when that changes",
+              summary="Report the state of a daemon of the member, periodically and when it changes",
               body=Report, answers={204: None}, problems=(400, 401, 403, 408, 413, 415, 503)),
         *routes_of(PROGRAMS, programs),
         *routes_of(MINUTES, Minutes(services.database)),
@@ -222,7 +222,7 @@ class _Accept:
         self._work = Shares(services.config.max_in_flight)
 
     async def accept(self, request: web.Request) -> web.Response:
-        """`POST /v1/accept`: once there is room for the body it is read, and once it has arrived it waits its turn."""
+        """`POST /v1/accept`: the body is read once there is room for it, and the batch then waits for its turn."""
         member = member_of(request)
         async with received(request) as body, self._work.hold(member.whose):
             answer = await self._accepting.accept(
@@ -281,7 +281,7 @@ class _Control:
         return json_response(state, 503 if state.status == "unavailable" else 200)
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        """`GET /metrics`, with what the broker finds when it looks at its servers now."""
+        """`GET /metrics`, with the state of its servers now."""
         await self._services.health.state()
         return web.Response(body=self._services.metrics.expose(), headers={"Content-Type": CONTENT_TYPE})
 

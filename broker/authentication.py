@@ -1,12 +1,12 @@
-"""Who calls: bearer tokens, of which the database keeps only the sha-256, and what each caller may do.
+"""Callers: their bearer tokens, of which the database keeps only the sha-256, and what each may do.
 
-The administrator's token comes from a file. Everybody else is a member of one mesh, or an operator, of one mesh or of
-all, with a role (docs/contract/operate.md#operate-70). For the accept route alone, a token is remembered
-for a second: the accept statement itself checks, under a lock, that the token is still the member's, so a revoked
-member never writes. Every other route looks the token up each time.
+The administrator's token comes from a file. Every other caller is a member of one mesh, or an operator, of one mesh or
+of all, with a role (docs/contract/operate.md#operate-70). For the accept route alone, a token is remembered for a
+second: the accept statement itself checks, under a lock, that the token is still the member's, so a revoked member
+never writes. Every other route looks the token up each time.
 
-Whoever guesses at tokens holds nobody up: look-ups that wait share one query on a connection that is for nothing else,
-and of the refusals only so many leave a second.
+Guessing at tokens delays no other caller: look-ups that wait share one query on a connection that is used for nothing
+else, and refusals are limited to so many a second.
 """
 
 import asyncio
@@ -43,8 +43,9 @@ MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
 )
 """The roles that each access admits; `anyone` needs no token.
 
-`itself` is a member about itself, and who may `administer` its mesh. `look`, `repair` and `administer` are who may do
-at least that in the mesh that a request is about (the handler checks which); with `broker_`, in every mesh.
+`itself` admits a member about itself, and callers that may `administer` its mesh. `look`, `repair` and `administer`
+admit callers that may do at least that in the mesh of the request (the handler checks which); with `broker_`, in every
+mesh.
 """
 
 MIN_ADMIN_TOKEN: Final = 20  # characters
@@ -55,12 +56,12 @@ _CACHE_ENTRIES: Final = 10_000
 _LOOK_UP_TOKENS: Final = 1000  # in one query: a few ms
 _REFUSALS_AT_ONCE: Final = 100  # that need not wait
 _REFUSALS_PER_SECOND: Final = 50
-_MOST_REFUSALS: Final = 500  # that wait; what is beyond is hung up on
+_MOST_REFUSALS: Final = 500  # that wait; further connections are dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Whom a token speaks for: a `Member`, or else an operator, of one mesh or, without one, of all."""
+    """The owner of a token: a `Member`, or else an operator, of one mesh or, without one, of all."""
 
     name: str
     role: CallerRole
@@ -69,23 +70,23 @@ class Principal:
 
     @property
     def whose(self) -> tuple[str, str]:
-        """Return in whose name shares are held: mesh and member; operators share as if they were a mesh."""
+        """Return the holder of its shares: mesh and member; operators share as if they were a mesh."""
         return "", self.name
 
     @property
     def actor(self) -> str:
-        """Return who it is in a log of what operators did (docs/contract/operate.md#operate-37)."""
+        """Return its name in the operator log (docs/contract/operate.md#operate-37)."""
         return self.name
 
     @property
     def reads_bodies(self) -> bool:
-        """Whether it may see what messages say."""
+        """Whether it may see the bodies of messages."""
         return self.role != "look"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member(Principal):
-    """The member that a token speaks for; one that is an admin may `administer` its mesh."""
+    """The member that owns a token; one that is an admin may `administer` its mesh."""
 
     mesh_id: int
     mesh: str
@@ -94,12 +95,12 @@ class Member(Principal):
 
     @property
     def whose(self) -> tuple[str, str]:
-        """Return in whose name shares are held: mesh and member."""
+        """Return the holder of its shares: mesh and member."""
         return self.mesh, self.name
 
     @property
     def actor(self) -> str:
-        """Return who it is in a log of what operators did."""
+        """Return its name in the operator log."""
         return f"{self.name} of {self.mesh}"
 
 
@@ -121,7 +122,7 @@ def new_token() -> str:
 def read_admin_token(file: Path | None) -> bytes | None:
     """Return the digest of the administrator's token, or None where none is configured.
 
-    Raises `Fatal` (78) for a file that is missing, empty, too short or readable for everybody.
+    Raises `Fatal` (78) for a file that is missing, empty, too short or world-readable.
     """
     if file is None:
         return None
@@ -139,7 +140,7 @@ def read_admin_token(file: Path | None) -> bytes | None:
 
 
 class Authentication:
-    """Turns a request's bearer token into a `Principal`, and holds it against a route's access."""
+    """Turns a request's bearer token into a `Principal`, and checks it against a route's access."""
 
     def __init__(
         self, database: Database, admin_token: bytes | None, monotonic: Callable[[], float] = time.monotonic
@@ -149,10 +150,10 @@ class Authentication:
         self._refusals = _Refusals(monotonic)
         self._admin_token = admin_token
         self._monotonic = monotonic
-        self._remembered: dict[bytes, tuple[float, Principal | None]] = {}  # None: nobody's, on any route
+        self._remembered: dict[bytes, tuple[float, Principal | None]] = {}  # None: unknown, on any route
 
     async def authorize(self, request: web.Request, access: str) -> None:
-        """Put the principal on the request; 401 for a token that is nobody's, 403 for one that may not do this."""
+        """Put the principal on the request; 401 for an unknown token, 403 for one that may not do this."""
         if access == "anyone":
             return
         try:
@@ -180,7 +181,7 @@ class Authentication:
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:
-        """Forget every remembered token: somebody's was revoked or rotated here."""
+        """Forget every remembered token: one was revoked or rotated here."""
         self._remembered.clear()
 
     async def _remember(self, token: bytes) -> Principal:
@@ -197,11 +198,11 @@ class Authentication:
                 self._remembered.clear()
             self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, caller)
         if caller is None:
-            raise _nobodys()
+            raise _unknown_token()
         return caller
 
     async def _find(self, tokens: Sequence[bytes]) -> list[Principal | None]:
-        """Return whose the tokens are now, members' or operators'; raises `TryAgain` while Postgres does not answer."""
+        """Return the owners of the tokens, members or operators; raises `TryAgain` while Postgres does not answer."""
         async with unavailable_as_503(), self._tokens.acquire(timeout=CONNECT_SECONDS) as connection:
             members = await connection.fetch(QUERIES["find_members_by_token"], tokens)
             found: dict[bytes, Principal] = {row["token_sha256"]: Member(**row) for row in members}
@@ -212,14 +213,14 @@ class Authentication:
 
 
 class _Refusals:
-    """Holds back who shows tokens that are nobody's: after the first hundred, fifty a second are told."""
+    """Slows callers with unknown tokens down: after the first hundred refusals, fifty a second are answered."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._next = 0.0  # when the next refusal would leave, had each waited for the one before it
 
     async def wait(self, request: web.Request) -> None:
-        """Return when a refusal may leave; where too many wait already, hang up instead."""
+        """Return when a refusal may be sent; where too many wait already, drop the connection instead."""
         now = self._monotonic()
         interval = 1 / _REFUSALS_PER_SECOND
         wait = max(self._next, now - _REFUSALS_AT_ONCE * interval) + interval - now
@@ -237,23 +238,23 @@ def _bearer(request: web.Request) -> bytes:
     if not token:
         raise NotPermitted.of("missing_token", "the request needs `Authorization: Bearer <token>`")
     if len(token) > _MAX_TOKEN or not token.isascii():
-        raise _nobodys()
+        raise _unknown_token()
     return digest(token)
 
 
-def _nobodys() -> NotPermitted:
+def _unknown_token() -> NotPermitted:
     return NotPermitted.of("invalid_token", f"the bearer token is not valid: it may have been revoked; {NEW_TOKEN}")
 
 
 def member_of(request: web.Request) -> Member:
     """Return the member that calls a route whose access is `member`."""
     principal = request[PRINCIPAL]
-    assert isinstance(principal, Member)  # noqa: S101 - `_check` refused everybody else
+    assert isinstance(principal, Member)  # noqa: S101 - `authorize` refused all others
     return principal
 
 
 def own_mesh(principal: Principal, asked: str | None) -> str:
-    """Return the mesh that a request is about: the token's own, if it has one; to ask for another one is a 403."""
+    """Return the mesh of a request: the token's own, if it has one; naming another one is a 403."""
     if principal.mesh is not None:
         if asked is not None and asked != principal.mesh:
             raise NotPermitted.of("other_mesh", f"the token is for the mesh {principal.mesh} only: use one for {asked}")
@@ -264,5 +265,5 @@ def own_mesh(principal: Principal, asked: str | None) -> str:
 
 
 def any_mesh(principal: Principal, asked: str | None) -> str | None:
-    """Return the mesh that a request is about, as `own_mesh` does; None where that is every mesh."""
+    """Return the mesh of a request, as `own_mesh` does; None where that is every mesh."""
     return None if asked is None and principal.mesh is None else own_mesh(principal, asked)

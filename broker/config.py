@@ -130,7 +130,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     webhooks: AddressSettings = msgspec.field(default_factory=AddressSettings)
     nats: Annotated[
         NatsSettings | None,
-        Meta(description="JetStream, for operators who look at dead letters and replay them; nothing else needs it"),
+        Meta(description="JetStream, for operators to see and replay dead letters; nothing else needs it"),
     ] = None
 
 

@@ -3,7 +3,7 @@
 Accepting has a pool of its own, so that readers can't starve it, and so that its connections can plan for batches: the
 planner cannot know how long the arrays of a batch are, would guess a handful of rows and join a thousand messages with
 nested loops, so these are off there. Readers look rows up by key and need them; each mesh and member has its share of
-their connections. Tokens are looked up on one that is for nothing else, so that no guesses at them hold up the rest.
+their connections. Tokens are looked up on one that is used for nothing else, so that guessing at them delays nothing.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ QUERIES: Final = load_queries("broker")
 
 _NAME: Final = "postroom-broker"  # as Postgres knows the connections
 _READING_CONNECTIONS: Final = 8
-_RING_SECONDS: Final = 0.005  # between two rings: publishers that have just been woken look again by themselves
+_RING_SECONDS: Final = 0.005  # between two rings: publishers that have just been woken check again by themselves
 
-# What Postgres answers while it can't do what is asked, through no fault of the request: it starts, stops or is full, a
-# statement ran out of time or met somebody's lock, it is a standby, or our role or database is being changed.
+# What Postgres answers while it cannot do what is asked, through no fault of the request: it starts, stops or is full,
+# a statement ran out of time or met a lock, it is a standby, or our role or database is being changed.
 _NOT_NOW: Final = (
     asyncpg.OperatorInterventionError,
     asyncpg.InsufficientResourcesError,
@@ -89,7 +89,8 @@ class Database:
     def ring(self, sources: Iterable[str]) -> None:
         """Wake the publishers of `sources`, whose rows were committed (docs/contract/delivery.md#delivery-86).
 
-        Nobody waits for it. The first is at once; what is committed within `_RING_SECONDS` after it shares the next.
+        It runs in the background. The first is at once; what is committed within `_RING_SECONDS` after it shares the
+        next.
         """
         self._unrung.update(sources)
 
@@ -100,7 +101,7 @@ class Database:
                     await self.accepting.execute(QUERIES["ring"], rung)
                     await asyncio.sleep(_RING_SECONDS)
             except POSTGRES_ERRORS as error:
-                _log.info("publishers_not_woken", error=type(error).__name__)  # they look by themselves, only later
+                _log.info("publishers_not_woken", error=type(error).__name__)  # they check by themselves, only later
             finally:
                 self._ringing = None
 
@@ -108,7 +109,7 @@ class Database:
             self._ringing = asyncio.create_task(ring(), name="bell")
 
     async def trouble(self) -> str | None:
-        """Say why nothing can be accepted at present, as a sentence; None where Postgres answers and takes writes."""
+        """Return why nothing can be accepted now, as a sentence; None where Postgres answers and takes writes."""
         try:
             async with unavailable_as_503(), self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
                 read_only = await connection.fetchval(QUERIES["is_read_only"])
@@ -120,7 +121,7 @@ class Database:
     async def read(self, whose: tuple[str, str]) -> AsyncIterator[Connection]:
         """Lend a connection for reading or administration, once it is the turn of `whose` (mesh, member).
 
-        Postgres away is a 503 that may be retried; a name that Postgres has no characters for is a 400.
+        An unreachable Postgres is a 503 that may be retried; a name that Postgres cannot represent is a 400.
         """
         try:
             async with (
@@ -137,7 +138,7 @@ class Database:
 
 @asynccontextmanager
 async def unavailable_as_503() -> AsyncIterator[None]:
-    """Turn what Postgres fails with into a retryable 503; no detail of the failure leaves the broker."""
+    """Turn errors of Postgres into a retryable 503; no detail of the failure leaves the broker."""
     try:
         yield
     except (*UNREACHABLE, *_NOT_NOW) as error:
@@ -159,7 +160,7 @@ async def check_version(connection: Connection) -> None:
 async def _know_incarnation(connection: Connection) -> None:
     """Begin a new incarnation before anything is accepted over a connection that leads to another database than before.
 
-    A failover or a restore breaks every connection, so whichever comes back first notices.
+    A failover or a restore breaks every connection, so the first that is opened after it notices.
     """
     await connection.fetchval(QUERIES["current_incarnation"])
 

@@ -1,7 +1,7 @@
 """Dead letters: operators see, replay and drop them (docs/contract/delivery.md#delivery-51).
 
-What consumers, webhooks and jobs buried is in the record, in Postgres. What agents, daemons and other programs buried
-is in streams alone, and a replay is published: that needs NATS. Where there is none, the record alone is shown.
+Dead letters of consumers, webhooks and jobs are in the record, in Postgres. Those of agents, daemons and other programs
+are in streams alone, and a replay is published: both need NATS. Without it only the record is shown.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -33,7 +33,7 @@ from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, StoredLetter, count_letters
 from postroom.errors import PostroomError, Problem
 
-_MOST_LETTERS: Final = 100_000  # that one look for causes reads: a few seconds
+_MOST_LETTERS: Final = 100_000  # that one request for causes reads: a few seconds
 _MOST_CAUSES: Final = 100
 
 
@@ -61,7 +61,7 @@ class DeadLetters:
         return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=unread))
 
     async def inspect(self, request: web.Request) -> web.Response:
-        """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole to who may read it."""
+        """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole for readers of bodies."""
         wanted = LetterFilter(ids=frozenset({request.match_info["id"]}))
         async with self._opened(request, path_mesh(request)) as (letters, unread):
             found = await letters.find(wanted, payloads=True)
@@ -82,7 +82,7 @@ class DeadLetters:
             return json_response(LetterCounts(letters=await count_letters(connection, js), unread=unread))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/dead_letters/<verb>`: what fails for one does not keep the others."""
+        """Make the handler of `POST /v1/dead_letters/<verb>`: a failure of one does not stop the others."""
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, DEAD_LETTERS.change)
@@ -109,7 +109,7 @@ class DeadLetters:
 
     @asynccontextmanager
     async def _opened(self, request: web.Request, mesh: str) -> AsyncIterator[tuple[LetterOperations, Problem | None]]:
-        """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
+        """Lend the letters of a mesh, with the reason why those that are in streams alone cannot be read, if any."""
         principal = request[PRINCIPAL]
 
         async def log(connection: Connection, verb: str, ids: Sequence[str], why: str) -> None:

@@ -1,21 +1,22 @@
 """Reading what was accepted: `GET /v1/history` and `GET /v1/messages/{broker_message_id}`, the authoritative reads.
 
-`GET /v1/messages` is for people who look for one: the latest first, by sender, destination and time, without bodies.
+`GET /v1/messages` is for people who search: the latest first, by sender, destination and time, without bodies.
 
 An admin or an operator reads a whole mesh, in the role `look` without the bodies. A member reads what it sent, what was
 sent to it, and the topics it is subscribed to.
+
 History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
 come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
-misses a message that committed late. After a restore the numbers go on above all that were ever given out; a reader
-that stands at one that is lost is told (410), and where to go on.
+misses a message that committed late. After a restore the numbers continue above all that were ever issued; a reader
+whose last number is lost gets a 410 that says where to resume.
 
 `POST /v1/accepted`: which of a member's messages the broker has accepted. B0 alone: no row, no unit of the limiter.
 
-That an id is not there is worth something only where it stays so: the caller may have given a post up that is still at
-work here. So before a "no" the look-up waits until every post that may hold the id has ended: the member's batches at
-work in this process, then the transactions in Postgres that began before, whichever instance began them. What it cannot
-see is a batch that waits in another instance for its turn, or in a proxy; that one ends unwritten as soon as its
-instance notices that nobody waits for the answer.
+A "no" is useful only where it stays true: the caller may have given up a post that is still at work here. So before a
+"no" the look-up waits until every post that may hold the id has ended: the member's batches at work in this process,
+then the transactions in Postgres that began before, from any instance. It cannot see a batch that waits for its turn in
+another instance, or in a proxy; that one ends unwritten as soon as its instance notices that the caller has
+disconnected.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ from postroom.errors import Gone, NotFound, TryAgain
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
 MAX_PAGE_BYTES: Final = 2 * 1024 * 1024  # of bodies and metas: what is answered with in a millisecond or two
 _ROWS_AT_ONCE: Final = 16  # that Postgres makes and the broker holds: each may have a body of a megabyte
-_WAIT_SECONDS: Final = 3.0  # for posts that began before; below the patience of whoever asks
+_WAIT_SECONDS: Final = 3.0  # for posts that began before; below the callers' patience
 _LOOK_SECONDS: Final = 0.01  # between two looks at the transactions
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
@@ -150,7 +151,7 @@ class History:
 
 
 def _place(cursor: str) -> tuple[datetime, int]:
-    """Read where a page of the latest messages ended."""
+    """Read the cursor of a page of the latest messages: where the page before ended."""
     try:
         moment, number = cursor.split("/")
         return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, HistoryId, strict=False)
@@ -159,7 +160,7 @@ def _place(cursor: str) -> tuple[datetime, int]:
 
 
 class _Page:
-    """What a page holds so far, and how far it looked."""
+    """A page of the history while it is read."""
 
     def __init__(self, *, bodies: bool) -> None:
         self.messages: list[Any] = []  # encoded
@@ -185,7 +186,7 @@ def _shown(row: asyncpg.Record, *, bodies: bool) -> HistoryMessage:
 
 
 def _reader(principal: Principal) -> int | None:
-    """Return the member whose eyes the history is read with; None sees everything."""
+    """Return the member that what is read is limited to; None for callers that see everything."""
     return principal.member_id if isinstance(principal, Member) and principal.role == "member" else None
 
 
@@ -227,7 +228,7 @@ class LookUp:
 
 
 async def _until_written(connection: Connection) -> None:
-    """Wait until the transactions that write dedupe rows now have ended; a Postgres that only copies cannot say."""
+    """Wait until the transactions that write dedupe rows now have ended; a standby cannot know them."""
     if await connection.fetchval(QUERIES["is_read_only"]):
         sentence = "Postgres is read-only at present, and may lack accepted messages: ask again"
         raise TryAgain.of("database_unavailable", sentence, retryable=True, retry_after=1.0)

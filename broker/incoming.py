@@ -2,7 +2,7 @@
 
 Reading takes three steps, because B0 comes before anything that can fail: `split` finds where each message of a batch
 begins and ends, `read_item` takes only its id and fingerprint, and `check` decodes it once its id is known to be new.
-Each of them does one message after the other, so that others get their turn between two of them.
+Each handles one message at a time, so that other batches get their turn in between.
 """
 
 import re
@@ -36,8 +36,8 @@ _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
-# A list of the messages would be built whole, millions of them, before anybody could count it. This has as many places
-# as a batch may have messages, which are filled one after the other: what does not fit ends it.
+# A list of the messages would be built whole, millions of them, before it could be counted. This has as many places as
+# a batch may have messages, which are filled one after the other: a message too many ends the decoding.
 _Places: Final = msgspec.defstruct(
     "_Places",
     [(f"message_{place}", msgspec.Raw, msgspec.UNSET) for place in range(MAX_BATCH)],
@@ -53,12 +53,12 @@ _ENCLOSING: Final = len(b'{"messages":]}')  # each message has one sign more, "[
 _BEFORE: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"[^"]*"[ \t\r\n]*:[ \t\r\n]*')
 _FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[')
 _LAST: Final = re.compile(rb"\][ \t\r\n]*\}[ \t\r\n]*")
-_WINDOW: Final = 256 * 1024  # bytes of a message that may be passed over at once
+_WINDOW: Final = 256 * 1024  # bytes of a message that may be skipped at once
 _TRAILING: Final = re.compile(r"JSON is malformed: trailing characters \(byte (\d+)\)")
 
 _decode_request: Final = msgspec.json.Decoder(_Request).decode
 _decode_list: Final = msgspec.json.Decoder(_List).decode
-_pass_over: Final = msgspec.json.Decoder(msgspec.Raw).decode
+_skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
 _decode_message: Final = msgspec.json.Decoder(Envelope).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -67,7 +67,7 @@ _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  #
 
 
 class Item(NamedTuple):
-    """One message of a batch before it is looked at: where it stands, its id, and the fingerprint it was sent with."""
+    """One message of a batch before it is decoded: its position, its id, and the fingerprint it was sent with."""
 
     position: int
     client_message_id: str
@@ -76,9 +76,9 @@ class Item(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The values of a message's rows, and the message as it is announced, None for a dm: text, not what was decoded.
+    """The values of a message's rows, and the message as it is announced (None for a dm), encoded.
 
-    A batch may hold millions of values, which would have to be kept until it is written, and freed in one go then.
+    Decoded, a batch may hold millions of values, which would be kept until it is written, and then freed at once.
     """
 
     destination_kind: DestinationKind
@@ -97,7 +97,7 @@ class Checked(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """A message that has no id or fingerprint that could be looked up, and why."""
+    """A message without an id or fingerprint that can be looked up, and why."""
 
     position: int
     client_message_id: str
@@ -105,13 +105,13 @@ class Malformed(NamedTuple):
 
 
 def split(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
-    """Yield the messages of a batch, those of a large one each as it is asked for: small values may take long.
+    """Yield the messages of a batch; a large one is split lazily, since many small values may take long.
 
     Raises `InvalidMessage` where the batch itself is wrong, which may be after its first messages.
     """
     places: tuple[Any, ...] = ()
     if len(body) <= _AT_ONCE:
-        with suppress(*_MALFORMED):  # one by one it is found what is wrong, and where
+        with suppress(*_MALFORMED):  # splitting it one by one finds what is wrong, and where
             places = msgspec.structs.astuple(_decode_request(body).messages)
     messages = list(takewhile(lambda place: place is not msgspec.UNSET, places))
     if 0 < len(messages) <= max_batch:
@@ -123,7 +123,7 @@ def split(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
 
 
 def _refuse_two_lists(body: bytes | bytearray) -> None:
-    """Refuse a batch with a list of messages before the one that counts, which nobody would look at."""
+    """Refuse a batch with a list of messages before the one that counts, which would be ignored."""
     ends = len(body.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE))
     if _BEFORE.fullmatch(body, 0, ends - len(_decode_list(body).messages)) is None:
         refuse("duplicate_key", "the key 'messages' is given twice in one object", "messages")
@@ -149,14 +149,14 @@ def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw
 
 
 def _length(rest: memoryview) -> int:
-    """Return how many bytes the value takes that `rest` begins with, with the white space behind it."""
+    """Return the length of the value that `rest` begins with, including the white space after it."""
     if len(rest) > _WINDOW:
         try:
             return _length(rest[:_WINDOW])
-        except _MALFORMED:  # it is longer, which one of too many values might be by far
+        except _MALFORMED:  # it is longer; one of too many values might be by far
             refuse_too_many_values(bytes(rest[:_WINDOW]))
     try:
-        _pass_over(rest)
+        _skip(rest)
     except msgspec.DecodeError as error:
         if (trailing := _TRAILING.fullmatch(str(error))) is None:
             raise
@@ -169,7 +169,7 @@ def _refuse_batch(max_batch: int, reason: str) -> NoReturn:
 
 
 def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
-    """Read the id and the fingerprint of a batch's message, and nothing else of it."""
+    """Read only the id and the fingerprint of a batch's message."""
     try:
         item = _decode_item(raw)
     except _MALFORMED as error:
@@ -195,7 +195,7 @@ def _malformed(position: int, client_message_id: str, code: str, detail: str) ->
 
 
 def check(item: Item, max_inline_bytes: int) -> Checked:
-    """Decode a message, check each field, and hold its fingerprint against the one sent; raises `InvalidMessage`."""
+    """Decode a message, check each field, and compare its fingerprint with the one sent; raises `InvalidMessage`."""
     refuse_too_many_values(bytes(item.message))
     try:
         envelope = _decode_message(item.message)

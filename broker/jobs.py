@@ -1,4 +1,4 @@
-"""Jobs: who may `repair` starts, sees, retries and cancels them (docs/contract/jobs.md#jobs-30)."""
+"""Jobs: operators start, see, retry and cancel them (docs/contract/jobs.md#jobs-30)."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -41,7 +41,7 @@ from postroom.ledger.operating import (
 from postroom.ledger.primitives import Start
 
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
-_WITHHELD: Final = msgspec.Raw(b"null")  # what a message says, from who may only look
+_WITHHELD: Final = msgspec.Raw(b"null")  # a body, for callers that may only look
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -153,9 +153,9 @@ class Jobs:
 async def _page(
     connection: Connection, wanted: JobFilter, mesh: str | None, cursor: str | None, limit: int
 ) -> tuple[list[Job], str | None]:
-    """Return the jobs that are wanted, from `cursor` on, and where the next page begins, if there is one.
+    """Return the jobs that match, from `cursor` on, and the cursor of the next page, if there is one.
 
-    Raises `NotFound` where there is none, nor that mesh: nobody may read that as good news.
+    Raises `NotFound` where the mesh does not exist: an empty page would look like good news.
     """
     after = None
     if cursor is not None:

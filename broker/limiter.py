@@ -1,10 +1,10 @@
 """The rate limiter of B1: a fixed window per mesh and per member (docs/contract/accept.md#accept-25).
 
-An id takes at most one unit per window, so a retry costs nothing: what makes it so is the set of ids that the window
-keeps. Redis decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and
-meanwhile a window of the same rate in this process decides (`local`), or everything waits (`closed`). Where the config
-names no Redis the local window decides alone. Redis may lose everything at any time: the window then begins anew, and
-no accepted message is affected, since B0 comes first.
+An id takes at most one unit per window, so a retry costs nothing: the window keeps the set of its ids for that. Redis
+decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and meanwhile a
+window of the same rate in this process decides (`local`), or everything waits (`closed`). Where the config has no Redis
+the local window decides alone. Redis may lose everything at any time: the window then starts over, and no accepted
+message is affected, since B0 comes first.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _FAILURES: Final = (RedisError, OSError, TimeoutError)
 
 
 class Admission(NamedTuple):
-    """What the limiter says to a batch: the ids it denied, and the seconds until the next window."""
+    """The limiter's decision about a batch: the ids it denied, and the seconds until the next window."""
 
     denied: frozenset[str]
     retry_after: float
@@ -52,7 +52,7 @@ class RedisWindow:
         self._limits = (config.per_mesh, config.per_member, config.window_seconds)
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
-        """Take a unit of mesh and member for each id that has none yet, none of them twice; raises as redis-py does."""
+        """Take a unit of mesh and member for each id that has none yet, each once; raises as redis-py does."""
         remaining_ms, *positions = await self._script(keys=[_PREFIX % mesh], args=[member, *self._limits, *ids])
         return Admission(frozenset(ids[position - 1] for position in positions), remaining_ms / 1000)
 
@@ -62,7 +62,7 @@ class RedisWindow:
 
 
 class LocalWindow:
-    """The same window in this process, for the time that Redis is away. The clock (seconds) is handed in."""
+    """The same window in this process, while Redis is unreachable. The clock (seconds) is injected."""
 
     def __init__(self, config: LimiterConfig, clock: Callable[[], float] = time.time) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class LocalWindow:
 class Breaker:
     """Keeps a failing peer from costing a deadline per batch: after some failures in a row it gets a rest.
 
-    After the rest one caller tries again; the others go on without until that one succeeds.
+    After the rest one caller tries again; the others go on without it until that one succeeds.
     """
 
     def __init__(self, failures: int, rest_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class Breaker:
         return self._failures > 0
 
     def may_try(self) -> bool:
-        """Tell whether the peer may be asked now; the one caller that may after a rest starts the next one."""
+        """Return whether the peer may be asked now; the one caller that may after a rest starts the next rest."""
         if self._failures < self._allowed:
             return True
         if self._monotonic() < self._closed_until:
@@ -121,7 +121,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """Note an answer: everybody may ask again."""
+        """Note an answer: all callers may ask again."""
         self._failures = 0
 
     def failed(self) -> None:
@@ -131,7 +131,7 @@ class Breaker:
 
 
 class Limiter:
-    """Redis behind a deadline and a breaker, and what the config wants without it."""
+    """Redis behind a deadline and a breaker, and the configured fallback without it."""
 
     def __init__(
         self, redis: RedisWindow | None, local: LocalWindow, breaker: Breaker, config: LimiterConfig, metrics: Metrics
@@ -154,7 +154,7 @@ class Limiter:
         return "Redis does not answer: messages wait until it does (limiter.on_error = closed)"
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
-        """Take a unit for each id; raises `LimiterClosed` where nobody may decide."""
+        """Take a unit for each id; raises `LimiterClosed` without Redis where the config says so."""
         if self._redis is not None and self._breaker.may_try():
             admission = await self._guard(self._redis.admit(mesh, member, ids))
             if admission is not None:
@@ -167,7 +167,7 @@ class Limiter:
         return self._count("local", len(ids), await self._local.admit(mesh, member, ids))
 
     async def probe(self) -> None:
-        """Learn whether Redis answers: readiness must not wait for the next batch."""
+        """Check whether Redis answers: readiness must not wait for the next batch."""
         if self._redis is not None and self._breaker.may_try():
             await self._guard(self._redis.ping())
 
@@ -198,7 +198,7 @@ class Limiter:
 def open_redis(url: str, config: LimiterConfig) -> Redis:
     """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used.
 
-    Raises `Fatal` (78) for what is no Redis URL.
+    Raises `Fatal` (78) where it is not a Redis URL.
     """
     seconds = config.timeout_ms / 1000
     retry = Retry(NoBackoff(), 0)

@@ -11,7 +11,7 @@ _MESSAGES: Final = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
 class Metrics:
-    """Every counter that the broker keeps; no label ever holds a mesh, a member, an id or a token."""
+    """Every metric of the broker; no label ever holds a mesh, a member, an id or a token."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()

@@ -33,7 +33,7 @@ class Keys:
         self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
-        """`GET /v1/once`: none where no program has begun to keep keys there."""
+        """`GET /v1/once`: empty where no program keeps keys there yet."""
         query = decode_query(request, KeysQuery)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             there = is_ours(await connection.fetchval(_ONCE["version"]))

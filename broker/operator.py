@@ -1,10 +1,10 @@
-"""What operators see and change: each noun's routes, from its table (`postroom._wire.nouns`), and the one log of it.
+"""What operators see and change: each noun's routes, from its table (`postroom._wire.nouns`), and the operator log.
 
-It looks at NATS over a connection for one request, since accepting needs none. Where there is none, a request is
-answered with what Postgres knows, and says what is missing.
+NATS is asked over a connection per request, since accepting needs none. Without NATS a request is answered with what
+Postgres knows, and the answer says what is missing.
 
-The log has one writer (docs/contract/operate.md#operate-37). Who it was is what was authenticated. A line is written in
-the transaction of its change: what cannot be logged is not done.
+The log has one writer (docs/contract/operate.md#operate-37). The actor is the authenticated caller. A line is written
+in the transaction of its change: what cannot be logged is not done.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -25,27 +25,27 @@ from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError, Problem, Unavailable
 from postroom.ledger.operating import check_mesh
 
-READ: Final = (400, 401, 403, 404, 503)  # what may be wrong with a question
-WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and with a change
-OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # whose keys begin with the mesh
-PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
-BRIEFLY: Final = 1.0  # seconds that a glance does
+READ: Final = (400, 401, 403, 404, 503)  # problems of a request that reads
+WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and of one that changes something
+OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # their keys begin with the mesh
+PATIENCE: Final = 5.0  # seconds that a change waits for NATS
+BRIEFLY: Final = 1.0  # seconds that an overview does
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Nats:
-    """Lends connections."""
+    """Lends connections to NATS."""
 
     def __init__(self, settings: NatsSettings | None) -> None:
         self._settings = settings
 
     @asynccontextmanager
     async def opened(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Problem | None]]:
-        """Lend a connection, or say why there is none after `patience` seconds."""
+        """Lend a connection, or else the problem why none could be opened within `patience` seconds."""
         if self._settings is None:
-            sentence = "the broker knows no NATS, so what is in streams alone is missing: set its nats.url"
+            sentence = "the broker has no NATS configured, so what is in streams alone is missing: set its nats.url"
             yield None, Unavailable.of("nats_not_configured", sentence).problem
             return
         try:
@@ -62,8 +62,8 @@ class Nats:
 def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:
     """Return the routes by which operators see and change a noun.
 
-    The handlers have a method for each route that its table asks for: `list`, `log`, `counts` and `inspect` answer
-    one, and `change` makes the handler of a verb.
+    The handlers have a method for each route of its table: `list`, `log`, `counts` and `inspect` answer one, and
+    `change` makes the handler of a verb.
     """
     path, things = noun.path, noun.things
     asked = (
@@ -88,7 +88,7 @@ def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> l
 async def each(
     things: Iterable[S], effect: Callable[[S], Awaitable[T]], name: Callable[[S], str]
 ) -> tuple[list[T], list[Failure]]:
-    """Do something to one thing after the other; return what was done, and of those where it failed why."""
+    """Apply an effect to each thing in turn; return the results, and the failures with their reasons."""
     done: list[T] = []
     failed: list[Failure] = []
     for thing in things:
@@ -108,9 +108,9 @@ async def keep_log(
     outcome: str = "done",
     reason: str | None = None,
 ) -> None:
-    """Keep, in the transaction of a change, who did what to which thing, why, and what came of it.
+    """Record, in the transaction of a change, who did what to which thing, why, and with which outcome.
 
-    A key is names and ids: never an address, which may hold a secret.
+    A key consists of names and ids: never of an address, which may hold a secret.
     """
     await keep_lines(connection, actor, verb, noun, [" ".join(filter(None, key))], outcome=outcome, reason=reason)
 
@@ -118,7 +118,7 @@ async def keep_log(
 async def keep_lines(
     connection: Connection, actor: str, verb: str, noun: str, keys: Sequence[str], *, outcome: str, reason: str | None
 ) -> None:
-    """Keep the same of several things, a line each."""
+    """Record the same of several things, a line each."""
     await connection.execute(QUERIES["log_operations"], actor, verb, noun, keys, outcome, reason)
 
 
@@ -145,7 +145,7 @@ class OperatorLog:
         self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
-        """`GET /v1/operator_log`: who operates one mesh sees the lines of that alone."""
+        """`GET /v1/operator_log`: an operator of one mesh sees the lines of that alone."""
         query = decode_query(request, LogQuery)
         mesh = any_mesh(request[PRINCIPAL], query.mesh)
         wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1

@@ -1,4 +1,4 @@
-"""How the programs of an installation are: what daemons report, what this broker does, and the list of them all.
+"""The programs of an installation: the reports of daemons and of this broker, and the list of them all.
 
 The rules are docs/contract/operate.md#operate-60 and #operate-71.
 """
@@ -31,7 +31,7 @@ class Programs:
         self._database = database
 
     async def report(self, request: web.Request) -> web.Response:
-        """`POST /v1/programs`: from a daemon, which is called by the member that it acts as."""
+        """`POST /v1/programs`: from a daemon, which has the name of the member that it acts as."""
         member, report = member_of(request), await decode_body(request, Report)
         async with self._database.read(member.whose) as connection:
             await keep_report(connection, "daemon", member.mesh, member.name, report)
@@ -61,7 +61,7 @@ class Minutes:
 
 
 class Health:
-    """How this broker is: looked at once for all who ask meanwhile."""
+    """The state of this broker, checked once for all requests that wait for it."""
 
     def __init__(self, database: Database, limiter: Limiter, metrics: Metrics, *, needs_redis: bool) -> None:
         self._database = database
@@ -71,14 +71,13 @@ class Health:
         self._looking: asyncio.Task[BrokerHealth] | None = None
 
     async def state(self) -> BrokerHealth:
-        """Say whether it can accept now, and what is wrong."""
+        """Return whether it can accept now, and what is wrong."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name="health")
-            self._looking.add_done_callback(self._looked)
         return await asyncio.shield(self._looking)
 
     def reporting(self, url: str) -> Coroutine[Any, Any, None]:
-        """Return what reports the broker at `url` until it is cancelled; then it is no longer in the list."""
+        """Return a task that reports the broker at `url` until it is cancelled, and then takes it off the list."""
         reporter = Reporter("postroom-server", url)
         reports = PostgresReports(self._database.reading, "broker", "broker")
 
@@ -100,11 +99,18 @@ class Health:
 
         return run()
 
-    def _looked(self, _: object) -> None:
-        self._looking = None
-
     async def _look(self) -> BrokerHealth:
-        trouble = await self._trouble_with_postgres()
+        try:
+            return await self._check()
+        finally:
+            self._looking = None
+
+    async def _check(self) -> BrokerHealth:
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                trouble = await self._database.trouble()
+        except TimeoutError:
+            trouble = "Postgres does not answer in time: the broker cannot accept messages"
         self._metrics.postgres_reachable.set(trouble is None)
         if trouble is not None:
             return BrokerHealth(status="unavailable", reasons=[trouble])
@@ -113,10 +119,3 @@ class Health:
         if reason is None:
             return BrokerHealth(status="ok", reasons=[])
         return BrokerHealth(status="unavailable" if self._needs_redis else "degraded", reasons=[reason])
-
-    async def _trouble_with_postgres(self) -> str | None:
-        try:
-            async with asyncio.timeout(_READY_SECONDS):
-                return await self._database.trouble()
-        except TimeoutError:
-            return "Postgres does not answer in time: the broker cannot accept messages"

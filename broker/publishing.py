@@ -1,4 +1,4 @@
-"""Publishing, for operators: what waits or is refused, what to publish again, and which consumers pause.
+"""Publishing, for operators: what waits, is refused or has to be published again, and which consumers pause.
 
 The rules are docs/contract/delivery.md#delivery-24, #delivery-27 and #delivery-87. A worker does the publishing.
 """
@@ -47,7 +47,7 @@ from postroom.ledger.operating import check_mesh
 
 
 class Unpublished:
-    """The handlers of the routes of what is refused of one source."""
+    """The handlers of the routes of one source's refused events or deliveries."""
 
     def __init__(self, database: Database, source: Table) -> None:
         self._database = database
@@ -65,7 +65,7 @@ class Unpublished:
             return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/unpublished/<source>/<verb>`: of all that are meant, or none."""
+        """Make the handler of `POST /v1/unpublished/<source>/<verb>`: for all that match, or for none."""
         noun = UNPUBLISHED[self._source.name]
 
         async def handle(request: web.Request) -> web.Response:
@@ -91,7 +91,7 @@ class Consumers:
         self._nats = nats
 
     async def list(self, request: web.Request) -> web.Response:
-        """`GET /v1/consumers`: what NATS knows of each, and what its record in Postgres does."""
+        """`GET /v1/consumers`: what NATS, and its record in Postgres, know of each."""
         query = decode_query(request, ConsumersQuery)
         meshes = None if query.mesh is None else [query.mesh]
         async with self._database.read(request[PRINCIPAL].whose) as connection:
@@ -119,7 +119,7 @@ class Consumers:
             asked, principal = await decode_body(request, CONSUMERS.change), request[PRINCIPAL]
             async with self._nats.opened(PATIENCE) as (js, unread):
                 if js is None:
-                    assert unread is not None  # noqa: S101 - why there is none
+                    assert unread is not None  # noqa: S101 - the reason
                     raise PostroomError(unread)
                 try:
                     durables = [one async for one in each_durable(js, None if asked.mesh is None else [asked.mesh])]
@@ -166,7 +166,7 @@ class Sources:
             return json_response(SourcePage(sources=await list_backlogs(connection, mesh)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/sources/redrive`: a part a request, up to when the first one came."""
+        """Make the handler of `POST /v1/sources/redrive`: one part per request, up to the time of the first request."""
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, SOURCES.change)

@@ -144,7 +144,7 @@ FROM judged LEFT JOIN accepted USING (position);
 SELECT pg_advisory_xact_lock(hashtext('postroom.history'), $1);
 
 -- name: take_history_ids
--- The number before the first of $2 numbers for messages of mesh $1; null where the mesh is gone.
+-- The number before the first of $2 numbers for messages of mesh $1; null where the mesh was deleted.
 SELECT mesh.take_history_ids($1, $2);
 
 -- name: ring
@@ -297,7 +297,7 @@ RETURNING id, created_at;
 SELECT id, url, created_at FROM mesh.webhook WHERE topic_id = $1 ORDER BY created_at, id;
 
 -- name: delete_webhook
--- A webhook of a topic; workers notice that it is gone.
+-- A webhook of a topic; workers notice that it was deleted.
 DELETE FROM mesh.webhook WHERE topic_id = $1 AND id = $2 RETURNING id;
 
 -- name: create_queue
@@ -342,7 +342,7 @@ LEFT JOIN mesh.mesh ON mesh.slug = $1;
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
 -- $4 are returned. $5 is the member that reads, null for one who may read everything; $6 and $7 are a destination, or
--- null; $8 and $9 are the horizon, beyond which a lower number may still come. Each row tells how far the page looked and
+-- null; $8 and $9 are the horizon, beyond which a lower number may still come. Each row says how far the page looked and
 -- whether there is more behind; there is one row without a message where the page is empty. Ages are of 32 bits: a negative
 -- one is that of a very old row.
 WITH looked_at AS MATERIALIZED (
@@ -444,7 +444,7 @@ SELECT count(*) FROM expired;
 
 -- name: sweep_ids
 -- Deletes up to $1 tombstones past their time: those ids are recognised no longer. Their time is the one that they were
--- accepted with, or $2 where that is longer by now (null: for ever), since that is what daemons are told.
+-- accepted with, or $2 where that is longer by now (null: for ever), since that is what daemons are promised.
 WITH forgotten AS (
   DELETE FROM mesh.client_message_dedupe WHERE (mesh_id, client_message_id) IN (
     SELECT mesh_id, client_message_id FROM mesh.client_message_dedupe
@@ -475,5 +475,5 @@ SELECT state, owner, attempts, lease_until, last_error, encoding, result FROM po
 WHERE (tenant, topic, consumer_group, key) = ($1, $2, $3, $4);
 
 -- name: is_read_only
--- Whether Postgres takes no writes: it is a standby, or was told so.
+-- Whether Postgres takes no writes: it is a standby, or configured so.
 SELECT current_setting('transaction_read_only')::boolean;

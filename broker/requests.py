@@ -18,16 +18,16 @@ from postroom.errors import InvalidMessage, PostroomError
 B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
-_UNSAID: Final = "application/octet-stream"  # which many a client says of bytes that it knows nothing of
-_MOST_VALUES: Final = 100_000  # of any body but a batch: decoding more holds everybody up, for up to 0.1 s
+_UNSAID: Final = "application/octet-stream"  # the default of many clients
+_MOST_VALUES: Final = 100_000  # of any body but a batch: decoding more would block the loop for more than 0.1 s
 ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
 @asynccontextmanager
 async def received(request: web.Request) -> AsyncIterator[bytearray]:
-    """Wait until there is room for the body in the caller's name, read it, and hold the room for the block.
+    """Wait until there is room for the body in the caller's share, read it, and hold the room for the block.
 
-    415 for a body that is compressed or no JSON, 413 for a large one, 408 for a slow one, 503 where no room comes free.
+    415 for a body that is compressed or not JSON, 413 for a large one, 408 for a slow one, 503 where no room gets free.
     """
     config = request.app[CONFIG]
     media = request.headers.get("Content-Type", _UNSAID)
@@ -59,7 +59,7 @@ def _too_large(config: BrokerConfig) -> InvalidMessage:
 
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:
-    """Return the body decoded into `kind`; 400 says what is wrong with which field, or which key is given twice.
+    """Return the body decoded into `kind`; a 400 says what is wrong with which field, or which key is given twice.
 
     413 for one with so many values that it is not decoded.
     """

@@ -1,8 +1,8 @@
-"""The retention sweep: deletes expired messages, leaves tombstones, and forgets ids when their time is over.
+"""The retention sweep: deletes expired messages, leaves tombstones, and forgets ids at the end of their life.
 
-Any number of processes may run a `Sweeper`; an advisory lock in Postgres makes one of them the leader, and goes with
-its connection. A step deletes a bounded number of rows in one statement, all that hangs on a message together, so a
-sweep that is killed leaves no orphan. After each step it rests four times as long as the step took: under load, when
+Any number of processes may run a `Sweeper`; an advisory lock in Postgres makes one of them the leader, and is released
+with its connection. A step deletes a bounded number of rows in one statement, a message with all that refers to it, so
+a sweep that is killed leaves no orphan. After each step it rests four times as long as the step took: under load, when
 steps take longer, it takes no more than a fifth of the time of one connection.
 """
 
@@ -61,7 +61,7 @@ class Sweeper:
                 while await sweep_ended_rows(connection, self._config.sweep_rows, kept):
                     pass
             finally:
-                await connection.reset()  # lets the lock go, which the pool itself does not
+                await connection.reset()  # releases the lock, which the pool itself does not
         return True
 
 

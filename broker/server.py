@@ -36,8 +36,8 @@ from postroom.delivery.settings import networks_of
 _log = structlog.get_logger(__name__)
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
-_DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, webhooks' names and whatever else the process opens
-_LOOKED_AT: Final = 100  # connections at most, to find one that is idle
+_DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, names of webhooks, and everything else that the process opens
+_EXAMINED: Final = 100  # connections at most, to find one that is idle
 
 
 async def run(config: BrokerConfig) -> None:
@@ -94,8 +94,8 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
 async def serving(services: Services) -> AsyncIterator[str]:
     """Listen, and yield the URL; at the end finish the requests at work.
 
-    Raises `Fatal`: 69 where the address is taken or a process answers on the socket, 78 where certificate and key are
-    no pair, or the socket cannot be created.
+    Raises `Fatal`: 69 where the address is taken or a process answers on the socket, 78 where certificate and key do
+    not match, or the socket cannot be created.
     """
     config = services.config
     tls = _tls(config)
@@ -111,40 +111,40 @@ async def serving(services: Services) -> AsyncIterator[str]:
             yield f"unix://{config.socket_path}"
 
 
-class CrowdedServer(TimedServer):
-    """A server that takes no more connections than it may: one that nobody uses makes room for a newcomer."""
+class LimitedServer(TimedServer):
+    """A server with a limit on connections: an idle one makes room for a new one."""
 
     def __init__(self, handler: Any, *, most: int, on_drop: Callable[[str], None], **options: Any) -> None:
         super().__init__(handler, on_drop=on_drop, **options)
         self._most = most
-        self._crowd: OrderedDict[TimedConnection, None] = OrderedDict()  # those that wait longest to be looked at first
+        self._open: OrderedDict[TimedConnection, None] = OrderedDict()  # the least recently examined first
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Let the newcomer in; where there are too many, and none of the next few is idle, it has to go itself."""
+        """Accept the connection; where there are too many, drop an idle one, or itself where none of the next is."""
         super().connection_made(handler, transport)
         newcomer = cast(TimedConnection, handler)
-        if len(self._crowd) >= self._most:
-            looked_at = list(islice(self._crowd, _LOOKED_AT))
-            idle = next((each for each in looked_at if each.idle_since is not None), newcomer)
-            for each in looked_at:
-                self._crowd.move_to_end(each)
-            self._crowd.pop(idle, None)
+        if len(self._open) >= self._most:
+            examined = list(islice(self._open, _EXAMINED))
+            idle = next((each for each in examined if each.idle_since is not None), newcomer)
+            for each in examined:
+                self._open.move_to_end(each)
+            self._open.pop(idle, None)
             self._on_drop("too_many_connections")
             idle.abort()
-        self._crowd[newcomer] = None
+        self._open[newcomer] = None
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         """Forget the connection."""
         super().connection_lost(handler, exc)
-        self._crowd.pop(cast(TimedConnection, handler), None)
+        self._open.pop(cast(TimedConnection, handler), None)
 
 
-def timed_server(app: web.AppRunner, services: Services) -> CrowdedServer:
+def timed_server(app: web.AppRunner, services: Services) -> LimitedServer:
     """Return a server with deadlines for the application that `app` has set up; aiohttp's own has none."""
     inner = cast(web.Server, app.server)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
-    return CrowdedServer(
+    return LimitedServer(
         inner.request_handler,
         most=max(1, min(services.config.max_connections, descriptors - _DESCRIPTORS_KEPT)),
         deadlines=services.config,
@@ -157,7 +157,7 @@ def timed_server(app: web.AppRunner, services: Services) -> CrowdedServer:
 
 @contextmanager
 def _unix_socket(path: Path, group: str | None) -> Iterator[socket.socket]:
-    """Listen on `path`, and take its file away at the end."""
+    """Listen on `path`, and remove its file at the end."""
     sock = unix_listener(path, group)
     inode = path.lstat().st_ino
     sock.setblocking(False)

@@ -1,8 +1,8 @@
-"""Shares of what a broker has little of (requests at work, bytes of bodies, connections), dealt out by turns.
+"""Shares of a broker's scarce resources (requests at work, bytes of bodies, connections), granted in turn.
 
-Turns go round the meshes that wait, and within a mesh round its members, however much each of them asks for. A mesh
-holds a quarter of all there is at most, and a member a quarter of that, so that none can take what another one needs.
-What holds nothing may always have one thing, however large, once there is room for it at all.
+Turns rotate among the meshes that wait, and within a mesh among its members, however much each of them asks for. A mesh
+holds a quarter of the whole at most, and a member a quarter of that, so that none can take what another one needs. A
+holder of nothing may always have one request granted, however large, once there is room for it at all.
 """
 
 import asyncio
@@ -15,31 +15,31 @@ from typing import Final, NamedTuple, TypeVar
 from postroom._wire.accept import OVERLOADED
 from postroom.errors import TryAgain
 
-WAIT_SECONDS: Final = 10.0  # for a share: no less than a crowd takes for a round, and below a daemon's patience
+WAIT_SECONDS: Final = 10.0  # for a share: no less than a round takes under load, and below a daemon's patience
 _QUARTER: Final = 4
 _SLICE_SECONDS: Final = 0.0005
-_PRESENT_SECONDS: Final = 1.0  # how long a mesh with nothing more to do counts as being there
+_PRESENT_SECONDS: Final = 1.0  # how long a mesh counts as present after its last work
 _REST_PER_SLICE: Final = 2  # the rest after a slice, in durations of that slice: one thing may take long
 T = TypeVar("T")
 
-_Holder = tuple[str, ...]  # (): everybody; (mesh,); (mesh, member)
+_Holder = tuple[str, ...]  # (): all of them; (mesh,); (mesh, member)
 
 
 class _Request(NamedTuple):
-    """Somebody's wish for some amount; `granted` is done once it is held, or nobody waits for it any more."""
+    """A request for some amount; `granted` is done once it is held, or was given up."""
 
     amount: int
     granted: asyncio.Future[None]
 
 
 class Shares:
-    """Something of which there is `capacity`, in units of the caller's own."""
+    """A resource of a `capacity`, in units of the caller's choice."""
 
     def __init__(self, capacity: int, wait_seconds: float | None = None) -> None:
         self._most = [max(1, capacity // _QUARTER**depth) for depth in range(3)]
         self._wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._held: Counter[_Holder] = Counter()
-        self._waiting: OrderedDict[str, OrderedDict[_Holder, deque[_Request]]] = OrderedDict()  # who is next is first
+        self._waiting: OrderedDict[str, OrderedDict[_Holder, deque[_Request]]] = OrderedDict()  # the next one first
 
     @asynccontextmanager
     async def hold(self, whose: tuple[str, str], amount: int = 1) -> AsyncIterator[None]:
@@ -56,7 +56,7 @@ class Shares:
             async with asyncio.timeout(self._wait_seconds):
                 await request.granted
         except BaseException as error:
-            if not request.granted.cancelled():  # granted in the very moment
+            if not request.granted.cancelled():  # granted at the same moment
                 self._give_back(holders, amount)
             if not isinstance(error, TimeoutError):
                 raise
@@ -79,14 +79,14 @@ class Shares:
             pass
 
     def _deal_one(self) -> bool:
-        """Grant the next wish for which there is room; who has a whole share is passed over, and keeps the turn."""
+        """Grant the next request for which there is room; a holder of a whole share is skipped, and keeps its turn."""
         for mesh, members in list(self._waiting.items()):
             member = self._next_of(members)
             if not members:
                 del self._waiting[mesh]
             elif member is not None and self._may_hold((mesh,), members[member][0].amount):
                 if not self._may_hold((), members[member][0].amount):
-                    return False  # nobody overtakes: what is large would never get its turn
+                    return False  # none may overtake it: a large request would never get its turn
                 request = members[member].popleft()
                 members.move_to_end(member)
                 self._waiting.move_to_end(mesh)
@@ -96,7 +96,7 @@ class Shares:
         return False
 
     def _next_of(self, members: OrderedDict[_Holder, deque[_Request]]) -> _Holder | None:
-        """Return the first member with a wish that its share allows; forgets the wishes that were given up."""
+        """Return the first member with a request that its share allows; forgets requests that were given up."""
         for member, requests in list(members.items()):
             while requests and requests[0].granted.done():
                 requests.popleft()
@@ -112,10 +112,10 @@ class Shares:
 
 
 class Slices:
-    """The event loop's time: who has much to do does a slice of it and rests, and everybody else goes on meanwhile.
+    """The event loop's time: long work is done in slices with rests, in which everything else goes on.
 
-    Of each mesh one at a time has a slice, of all of them four: a mesh has a third of the time at most. One that is
-    alone has all of it, and gives the others their chance after every slice.
+    One slice of each mesh runs at a time, and four of all meshes: a mesh has a third of the time at most. One that is
+    alone has all of it, and lets others start after every slice.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:

@@ -1,7 +1,7 @@
-"""What accepting asks of Postgres: B0, the look-up, and B2 with B3, the write. No rule is decided here.
+"""The queries of accepting: B0, the look-up, and B2 with B3, the write. No rule is decided here.
 
 The write is one statement and so one transaction, without a round trip inside. A large batch is several statements, so
-that encoding it does not hold up the event loop, in one transaction too: it is in the tables whole or not at all.
+that encoding it does not block the event loop, in one transaction too: it is in the tables whole or not at all.
 
 A `broker_message_id` is a ULID, kept as `uuid`, minted in the order in which this process accepts: ids in time order
 keep every index append-only. A ULID is 48 bits of milliseconds and 80 bits of randomness; within a millisecond (and
@@ -33,10 +33,10 @@ from postroom.chassis.postgres import Connection
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 from postroom.delivery.subjects import sent_subject
 
-_WRITES_PER_MESH: Final = 2  # one waits for its commit, one works; more would only hold connections
+_WRITES_PER_MESH: Final = 2  # one waits for its commit, one works; more would only occupy connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
 _WAIT_SECONDS: Final = 10.0
-# Which publishers have something to do for a message.
+# The sources whose publishers have to be woken for a message.
 _SOURCES: Final[dict[DestinationKind, tuple[str, ...]]] = {
     "topic": (EVENTS.name, DELIVERIES.name),
     "queue": (EVENTS.name,),
@@ -100,8 +100,8 @@ async def find_taken(connection: Connection, mesh_id: int, ids: Iterable[str]) -
 
 
 Wanted = Callable[[], bool]
-"""Whether somebody still waits for the answer. What nobody waits for is not written: its sender posts it again, or asks
-whether it was accepted, and is to be told no only where that stays true."""
+"""Whether the caller still waits for the answer. A batch without a waiting caller is not written: its sender posts it
+again, or asks whether it was accepted, and a "no" must stay true."""
 
 
 class AcceptStore:
@@ -126,7 +126,7 @@ class AcceptStore:
     ) -> list[Written]:
         """Commit what can be accepted of `candidates`, whose ids are distinct; one transaction, all of it or nothing.
 
-        Raises `Unwanted` and `TokenRevoked`; after whatever else Postgres and the connection raise, the outcome is
+        Raises `Unwanted` and `TokenRevoked`; after any other error of Postgres or the connection the outcome is
         unknown.
         """
         minted = self._ids.mint(len(candidates))
@@ -147,7 +147,7 @@ class AcceptStore:
                 async with connection.transaction():
                     await connection.execute(QUERIES["accept_alone"], sender.mesh_id)
                     last = await connection.fetchval(QUERIES["take_history_ids"], sender.mesh_id, len(candidates))
-                    if last is None:  # the mesh is gone, and its members' tokens with it
+                    if last is None:  # the mesh was deleted, and its members' tokens with it
                         raise TokenRevoked
                     written = []
                     for part in parts:
@@ -214,7 +214,7 @@ class AcceptStore:
 
 
 def _parts(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    """Divide a batch into what goes out in one statement each."""
+    """Divide a batch into the parts of one statement each."""
     sizes = [len(checked.body) + len(checked.meta or "") + len(payload or "") for (_, checked), _, payload in entries]
     if sum(sizes) <= _AT_ONCE_BYTES:
         return [entries]
@@ -223,7 +223,7 @@ def _parts(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
 
 
 class MessageIds:
-    """Mints ids; each is greater than the one before. Clock and randomness are handed in."""
+    """Mints ids; each is greater than the one before. Clock and randomness are injected."""
 
     def __init__(self, clock: Callable[[], int] = now_ms, randomness: Callable[[int], bytes] = os.urandom) -> None:
         self._clock = clock

@@ -1,6 +1,6 @@
-"""Who takes what was published: durable consumers, after which NATS is asked, and agents, which are asked themselves.
+"""The takers of what was published: durable consumers, about which NATS is asked, and agents, which answer themselves.
 
-What they say is added to a story while that is put together (docs/contract/operate.md#operate-51).
+Their answers are added to a story while that is put together (docs/contract/operate.md#operate-51).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _PLACE: Final = re.compile(r"(?P<stream>\S+) #(?P<number>[0-9]+)")  # of what an
 
 
 class Published(NamedTuple):
-    """Where a message lies in a stream; `step` is the one that says so."""
+    """The place of a message in a stream; `step` is the step of its publishing."""
 
     step: str
     message: str
@@ -53,31 +53,31 @@ class Draft:
         self.takers: dict[str, str] = {}  # consumers that have yet to take something, by the step that waits for each
 
     def unplaced(self) -> list[Step]:
-        """Return what agents have taken of which nobody knows, so far, where it came from."""
+        """Return the steps of agents that took messages of unknown origin, so far."""
         return [step for step in self.steps.values() if step.id.startswith("taken:") and step.parent is None]
 
     def place_of(self, message: str) -> str | None:
-        """Return the step by which a message came to those who take it, the last that is known."""
+        """Return the last known step by which a message came to its takers."""
         return next((one for kind in ("event", "message") if (one := f"{kind}:{message}") in self.steps), None)
 
     def add(self, kind: str, name: str, what: str, parent: str | None = None, **rest: Any) -> Step:
-        """Add a step; its `thing` is what has the name, and it is done, unless `rest` says otherwise."""
+        """Add a step; its `thing` is the name and its outcome is done, unless `rest` says otherwise."""
         said = {"thing": name, "outcome": "done", **{key: value for key, value in rest.items() if value is not None}}
         step = Step(id=f"{kind}:{name}", what=what, parent=parent, **said)
         self.steps[step.id] = step
         return step
 
     def wait(self, step: Step, why: str, help_: str | None = None) -> None:
-        """Say why a step waits, and the command that helps, if one does."""
+        """Record why a step waits, and the command that helps, if there is one."""
         self.waits[step.id] = Wait(step=step.id, why=why, help=help_)
 
     def wait_for(self, consumer: str, step: Step, why: str) -> None:
-        """Say why a step waits for a consumer, which may be paused."""
+        """Record why a step waits for a consumer, which may be paused."""
         self.takers[step.id] = consumer
         self.wait(step, why, f"postroom consumer show {consumer}")
 
     def limited(self, rows: list[Any]) -> list[Any]:
-        """Return as many rows as are told, and remember where there are more."""
+        """Return as many rows as are shown, and remember where there are more."""
         self.more |= len(rows) > MOST
         return rows[:MOST]
 
@@ -91,7 +91,7 @@ class _Taken(NamedTuple):
 
 
 class Takers:
-    """Asks consumers and agents, and adds what they say to a story."""
+    """Asks consumers and agents, and adds their answers to a story."""
 
     def __init__(self, js: JetStreamContext, draft: Draft) -> None:
         self.silent: set[str] = set()  # agents that were asked, and do not run or answer
@@ -100,9 +100,9 @@ class Takers:
         self._unasked: list[_Taken] = []  # by agents that have yet to be asked
 
     async def ask_consumers(self) -> None:
-        """Add how far the durable consumers of the streams are with what was published, where no record says so.
+        """Add how far the durable consumers of the streams are with what was published, where no record has it.
 
-        Agents that took some of it are asked what they made of it, and so on with what they emitted.
+        Agents that took some of it are asked what became of it, and then the takers of what they emitted.
         """
         streams: dict[str, list[ConsumerInfo]] = {}
         try:
@@ -111,16 +111,16 @@ class Takers:
                 for place in places:
                     if place.stream not in streams:
                         streams[place.stream] = await find_consumers(self._js, place.stream)
-                    await self._tell_takers(place, streams[place.stream])
+                    await self._add_takers(place, streams[place.stream])
                 asked, self._unasked = self._unasked, []
                 stories = await asyncio.gather(*(ask_story(connection_of(self._js), *taken) for taken in asked))
                 for taken, story in zip(asked, stories, strict=True):
                     if story is None:
                         name = f"taken:{taken.message} {taken.consumer}"
-                        why = f"it does not run, or does not answer; {_told_on_host(taken.message)}"
+                        why = f"it does not run, or does not answer; {_shown_on_host(taken.message)}"
                         self._draft.steps[name] = replace(self._draft.steps[name], reason=why)
                     elif story.steps:
-                        self._tell_of_agent(taken.consumer, story)
+                        self._add_agent(taken.consumer, story)
             self._draft.more |= bool(self._draft.published)
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
@@ -131,17 +131,17 @@ class Takers:
                 why = f"{self._draft.waits[step].why}; paused by {pause.by} because: {pause.reason}"
                 self._draft.wait(self._draft.steps[step], why, resuming(f"{info.stream_name}/{consumer}"))
 
-    async def _tell_takers(self, place: Published, consumers: Iterable[ConsumerInfo]) -> None:
+    async def _add_takers(self, place: Published, consumers: Iterable[ConsumerInfo]) -> None:
         wanting = [info for info in consumers if _wants(info, place)]
         for info in wanting:
             name = f"{place.message} {info.name}"
             if not self._draft.steps.keys() & {f"handled:{name}", f"taken:{name}"}:
-                await self._tell_taken(place, info)
+                await self._add_taken(place, info)
         if not wanting and place.subject.startswith("cmd.") and await self._is_kept(place):
             why = f"no consumer takes {place.subject}: start the agent or the worker that does"
             self._draft.wait(self._draft.steps[place.step], why, "postroom consumer list")
 
-    async def _tell_taken(self, place: Published, info: ConsumerInfo) -> None:
+    async def _add_taken(self, place: Published, info: ConsumerInfo) -> None:
         acked, delivered = (0 if at is None else at.stream_seq for at in (info.ack_floor, info.delivered))
         outcome: Outcome = "running" if delivered >= place.sequence else "waiting"
         if acked >= place.sequence or (outcome == "running" and not await self._is_kept(place)):
@@ -149,7 +149,7 @@ class Takers:
         by_agent = outcome != "waiting" and info.name.endswith(_AGENTS)
         step = self._draft.add(
             "taken", f"{place.message} {info.name}", "taken", place.step, thing=place.message, outcome=outcome,
-            place=info.name, reason=_told_on_host(place.message) if by_agent and outcome == "done" else None,
+            place=info.name, reason=_shown_on_host(place.message) if by_agent and outcome == "done" else None,
         )  # fmt: skip
         if by_agent:
             self._unasked.append(_Taken(context_of(place.subject), info.name, place.message))
@@ -161,7 +161,7 @@ class Takers:
             self._draft.wait_for(info.name, step, f"{info.name} has {waiting} yet to take{stopped}")
 
     async def _is_kept(self, place: Published) -> bool:
-        """Tell whether the stream still has a message: a work queue forgets what was acknowledged."""
+        """Return whether the stream still has a message: a work queue forgets what was acknowledged."""
         try:
             await self._js.get_msg(place.stream, place.sequence)
         except NotFoundError:
@@ -169,7 +169,7 @@ class Takers:
         return True
 
     async def ask_agents(self, id_: str) -> set[str]:
-        """Ask all agents that run for a message that no database knows, and on from there for what caused it.
+        """Ask all running agents for a message that no database knows, and then for what caused it.
 
         Return the messages that agents took and that no agent emitted.
         """
@@ -189,14 +189,14 @@ class Takers:
             answers = list(zip(questions, stories, strict=True))
             self.silent |= {taken.consumer for taken, story in answers if story is None}
             found = [(taken, story) for taken, story in answers if story is not None and story.steps]
-            fresh = {self._tell_of_agent(taken.consumer, story) for taken, story in found} - known
+            fresh = {self._add_agent(taken.consumer, story) for taken, story in found} - known
             if not fresh:
                 break
         taken_first = {step.thing for step in self._draft.steps.values() if step.id.startswith("taken:")}
         return {name for name in taken_first if f"message:{name}" not in self._draft.steps}
 
-    def _tell_of_agent(self, consumer: str, story: Story) -> str:
-        """Tell what an agent made of a message that it took, and where what it emitted is; return that message."""
+    def _add_agent(self, consumer: str, story: Story) -> str:
+        """Add what an agent did with a message that it took, and where what it emitted is; return that message."""
         first = next(step for step in story.steps if step.parent is None)
         taken = f"taken:{first.thing} {consumer}"
         before = self._draft.steps.get(taken)
@@ -222,11 +222,11 @@ class Takers:
 
 
 def _wants(info: ConsumerInfo, place: Published) -> bool:
-    """Tell whether a consumer is given a message."""
+    """Return whether a consumer is given a message."""
     config = info.config
     since = config.opt_start_time if config.deliver_policy == DeliverPolicy.BY_START_TIME else None
     return (since is None or since <= place.at) and any(covers(one, place.subject) for one in filters_of(config))
 
 
-def _told_on_host(message: str) -> str:
-    return f"what it emitted is told on its host: `postroom agent trace --message {message}`"
+def _shown_on_host(message: str) -> str:
+    return f"its host shows what it emitted: `postroom agent trace --message {message}`"

@@ -1,12 +1,11 @@
-"""The story of a message, as far as the broker can tell it (docs/contract/operate.md#operate-51).
+"""The story of a message, as far as the broker knows it (docs/contract/operate.md#operate-51).
 
-All of it is looked up in Postgres by indexes, at one moment. Who takes what was published is asked as well
-(`broker.takers`). Nobody's files are: of rows that died on a daemon, and may never have come here, the daemon has
-reported.
+All of it is looked up in Postgres by indexes, at one moment. The takers of what was published are asked as well
+(`broker.takers`), but no host's files are read: daemons report the rows that died there, and may never have come here.
 
-A member is told of the messages that it may read: that they were accepted, and where they were published; and of the
-rows of its mesh that died, where and why. What consumers and jobs made of messages, what they caused, and who repaired
-it is for an admin of the mesh.
+A member sees the messages that it may read: that they were accepted, and where they were published; and the rows of its
+mesh that died, where and why. What consumers and jobs did with messages, what they caused, and who repaired it is for
+an admin of the mesh.
 """
 
 import re
@@ -72,35 +71,35 @@ class Traces:
             self._database.read(principal.whose) as connection,
             connection.transaction(isolation="repeatable_read", readonly=True),
         ):
-            telling = _Telling(connection, principal)
-            await telling.tell(id_)
+            draft = _PostgresDraft(connection, principal)
+            await draft.find(id_)
         unread: list[Problem] = []
         silent: set[str] = set()
-        if telling.operates and (telling.published or not telling.steps):
+        if draft.operates and (draft.published or not draft.steps):
             async with self._nats.opened(BRIEFLY) as (js, problem):
                 unread += [] if problem is None else [problem]
                 if js is not None:
-                    takers = Takers(js, telling)
-                    if not telling.steps:  # it may be between two agents, which no database knows
+                    takers = Takers(js, draft)
+                    if not draft.steps:  # it may be between two agents, which no database knows
                         causes = await takers.ask_agents(id_)
                         async with (
                             self._database.read(principal.whose) as connection,
                             connection.transaction(readonly=True),
                         ):
-                            await telling.tell_causes(connection, causes)
+                            await draft.add_causes(connection, causes)
                     await takers.ask_consumers()
                     silent = takers.silent
         others = ", or you may not see it: try the token of an admin"
-        if silent and (not telling.steps or telling.unplaced()):
+        if silent and (not draft.steps or draft.unplaced()):
             agents, where = " or ".join(sorted(silent)), f"`postroom agent trace --message {id_[:128]}`"
             others = f"; the store of an agent that does not run ({agents}) may know more: try {where} on its host"
             unread.append(Unavailable.of("agents_stopped", f"the broker does not know all of it{others}").problem)
-        if not telling.steps:
+        if not draft.steps:
             raise NotFound.of("trace_not_found", f"the broker knows nothing under the id {id_[:128]!r}{others}")
-        return json_response(compose(telling.steps, telling.waits, more=telling.more, unread=unread))
+        return json_response(compose(draft.steps, draft.waits, more=draft.more, unread=unread))
 
     async def report(self, request: web.Request) -> web.Response:
-        """`POST /v1/ended_rows`: from a daemon, of rows of its own; a report that comes twice is as one."""
+        """`POST /v1/ended_rows`: from a daemon, about its own rows; it is idempotent."""
         member, body = member_of(request), await decode_body(request, EndedRows)
         latest = {ended.row.id: ended for ended in body.rows}
         kept = [ended for ended in latest.values() if ended.row.status != "done"]
@@ -118,8 +117,8 @@ class Traces:
         return web.Response(status=204)
 
 
-class _Telling(Draft):
-    """A story that Postgres tells."""
+class _PostgresDraft(Draft):
+    """A story from what Postgres knows."""
 
     def __init__(self, connection: Connection, principal: Principal) -> None:
         super().__init__()
@@ -128,12 +127,12 @@ class _Telling(Draft):
         self._mesh = principal.mesh_id
         self._reader = principal.member_id if isinstance(principal, Member) and not self.operates else None
         self._meshes: list[int] = []
-        self._told: set[str] = set()  # the messages that were asked for
+        self._covered: set[str] = set()  # the messages that were looked up
         self._sent_after: dict[tuple[str, str], str] = {}  # of messages, by mesh: the requeue that each is from
         self._causes: dict[str, str] = {}  # of messages: the step that each follows from
 
-    async def tell(self, id_: str) -> None:
-        """Tell all that is known of a message, under whichever of its names."""
+    async def find(self, id_: str) -> None:
+        """Add all that is known of a message, by any of its names."""
         reach = await self._connection.fetchrow(QUERIES["find_reach"], self._mesh)
         assert reach is not None  # noqa: S101 - it aggregates
         self._meshes, self.contexts = reach["ids"] or [], reach["slugs"] or []
@@ -146,38 +145,40 @@ class _Telling(Draft):
         fresh: dict[str, str | None] = dict.fromkeys(names)
         if self.operates:
             for name in names:
-                fresh |= await self._tell_job(name)
-        fresh |= dict.fromkeys(await self._tell_ended_rows(names))
+                fresh |= await self._add_job(name)
+        fresh |= dict.fromkeys(await self._add_ended_rows(names))
         above = await self._follow(fresh, effects=self.operates)
-        await self._follow({name: context for name, context in above.items() if name not in self._told}, effects=False)
+        await self._follow(
+            {name: context for name, context in above.items() if name not in self._covered}, effects=False
+        )
         for step in [step for step in self.steps.values() if step.what == "accepted"]:
             task = SparkTask.read(step.ids.get(TRACEPARENT)) if self.operates else None
             if task is not None and task.job is not None:
-                await self._tell_write(task.job, task.partition)
+                await self._add_write(task.job, task.partition)
             if (requeue := self._sent_after.get((step.ids["mesh"], step.ids[NAME]))) is not None:
                 self.steps[step.id] = replace(step, parent=requeue)
         for name, parent in self._causes.items():
             if parent in self.steps and (caused := self.steps.get(f"message:{name}")) is not None:
                 self.steps[caused.id] = replace(caused, parent=parent)
 
-    async def tell_causes(self, connection: Connection, causes: Iterable[str]) -> None:
-        """Tell of messages that agents named as the first causes of what they told."""
+    async def add_causes(self, connection: Connection, causes: Iterable[str]) -> None:
+        """Add the messages that agents named as the first causes of theirs."""
         self._connection = connection
         await self._follow(dict.fromkeys(causes), effects=False)
         for step in self.unplaced():
             self.steps[step.id] = replace(step, parent=self.place_of(step.thing))
 
-    async def _tell_ended_rows(self, names: set[str]) -> set[str]:
-        """Tell of rows that ended on their daemons, with those before and after; return what else to look for."""
+    async def _add_ended_rows(self, names: set[str]) -> set[str]:
+        """Add rows that ended on their daemons, with those before and after; return what else to look for."""
         found: dict[str, tuple[asyncpg.Record, EndedRow]] = {}
-        wanted, told = names, set[str]()
+        wanted, covered = names, set[str]()
         for _ in range(ROUNDS):
-            told |= wanted
+            covered |= wanted
             rows = await self._connection.fetch(QUERIES["find_ended_rows"], list(wanted), self._meshes, MOST + 1)
             pairs = [(row, msgspec.json.decode(row["report"], type=EndedRow)) for row in self.limited(rows)]
             found |= {row["row_id"]: (row, one) for row, one in pairs}
             wanted = {name for _, one in pairs for name in (one.row.client_message_id, one.successor) if name}
-            if not (wanted := wanted - told):
+            if not (wanted := wanted - covered):
                 break
         for row, ended in (found[id_] for id_ in sorted(found)):  # ids of rows are in the order of time
             one, log = ended.row, ended.log if self.operates else []
@@ -192,10 +193,10 @@ class _Telling(Draft):
             if one.status == "dead":
                 why = f"it died on {row['host']}, and is not posted again: {one.last_error}"
                 self.wait(steps[0], why, f"{help_for(one, row['mesh'])}  # on {row['host']}")
-        return told
+        return covered
 
     async def _follow(self, fresh: dict[str, str | None], *, effects: bool) -> dict[str, str | None]:
-        """Tell of messages and on from there: of those that they caused (`effects`), or else that caused them.
+        """Add messages, and step by step those that they caused (`effects`), or else those that caused them.
 
         Return those that caused the first ones.
         """
@@ -203,18 +204,18 @@ class _Telling(Draft):
         for _ in range(ROUNDS):
             if not fresh:
                 return first or {}
-            self._told |= fresh.keys()
-            caused, causes = await self._tell_messages(fresh, effects=effects)
+            self._covered |= fresh.keys()
+            caused, causes = await self._add_messages(fresh, effects=effects)
             first = causes if first is None else first
             found = caused if effects else causes
-            fresh = {name: context for name, context in found.items() if name not in self._told}
+            fresh = {name: context for name, context in found.items() if name not in self._covered}
         self.more = True
         return first or {}
 
-    async def _tell_messages(
+    async def _add_messages(
         self, wanted: Mapping[str, str | None], *, effects: bool
     ) -> tuple[dict[str, str | None], dict[str, str | None]]:
-        """Tell of messages by their ids, each with its context where that is known.
+        """Add messages by their ids, each with its context where that is known.
 
         Return the messages that they caused, and those that caused them.
         """
@@ -224,7 +225,7 @@ class _Telling(Draft):
         for row in found:
             contexts.pop(row["client_message_id"], None)
             contexts[str(row["broker_message_id"])] = row["mesh"]
-            self._tell_accepted(row)
+            self._add_accepted(row)
         accepted = [row["broker_message_id"] for row in found]
         uuids = [*{*uuids, *accepted}] if self.operates else accepted
         caused: dict[str, str | None] = {}
@@ -243,16 +244,16 @@ class _Telling(Draft):
                 self._causes.setdefault(name, f"message:{row['causation_id']}")
             if f"message:{name}" not in self.steps:
                 self.add("message", name, "emitted", at=row["occurred_at"], place=row["subject"], ids={"mesh": context})
-            self._tell_published(row, "event", name, row["subject"])
+            self._add_published(row, "event", name, row["subject"])
         for row in self.limited(await self._connection.fetch(QUERIES["find_deliveries"], accepted, MOST + 1)):
-            self._tell_published(row, "delivery", f"{row['broker_message_id']}.{row['recipient']}", row["subject"])
+            self._add_published(row, "delivery", f"{row['broker_message_id']}.{row['recipient']}", row["subject"])
         if self.operates and contexts:
             known = [
                 (context, name)
                 for name, one in contexts.items()
                 for context in (self.contexts if one is None else [one])
             ]
-            causes |= await self._tell_handled(*map(list, zip(*known, strict=True)))
+            causes |= await self._add_handled(*map(list, zip(*known, strict=True)))
             if effects:  # what an agent emitted, of which a consumer's record says that it was caused
                 found = await self._connection.fetch(QUERIES["find_caused"], list(contexts), self.contexts, MOST + 1)
                 for row in self.limited(found):
@@ -260,7 +261,7 @@ class _Telling(Draft):
                     self._causes.setdefault(row["message_id"], f"message:{row['causation_id']}")
         return caused, causes
 
-    def _tell_accepted(self, row: asyncpg.Record) -> None:
+    def _add_accepted(self, row: asyncpg.Record) -> None:
         step = self.add(
             "message",
             str(row["broker_message_id"]),
@@ -279,8 +280,8 @@ class _Telling(Draft):
         if not row["history_available"]:
             self.steps[step.id] = replace(step, reason="retention has deleted the message; its id stays used")
 
-    def _tell_published(self, row: asyncpg.Record, kind: str, name: str, subject: str) -> None:
-        """Tell where an event or a delivery is: in its stream, still to go there, or dropped."""
+    def _add_published(self, row: asyncpg.Record, kind: str, name: str, subject: str) -> None:
+        """Add where an event or a delivery is: in its stream, on its way there, or dropped."""
         parent = f"message:{name.partition('.')[0]}"
         source = "events" if kind == "event" else "deliveries"
         if row["dropped_at"] is not None:
@@ -313,10 +314,10 @@ class _Telling(Draft):
             else:
                 self.wait(step, "it waits for a worker to publish it", "postroom worker backlog")
 
-    async def _tell_handled(self, contexts: list[str], names: list[str]) -> dict[str, str | None]:
-        """Tell what consumers did with messages, which of them are dead, and what operators did about that.
+    async def _add_handled(self, contexts: list[str], names: list[str]) -> dict[str, str | None]:
+        """Add what consumers did with messages, which of them are dead, and what operators did about that.
 
-        Return the messages that caused them, as they say.
+        Return the messages that they name as their causes.
         """
         causes: dict[str, str | None] = {}
         handled = await self._connection.fetch(QUERIES["find_handled"], contexts, names, MOST + 1)
@@ -372,15 +373,15 @@ class _Telling(Draft):
                 self.wait_for(letter.consumer, step, f"{letter.consumer} has yet to take it")
         return causes
 
-    async def _tell_job(self, name: str) -> dict[str, str | None]:
-        """Tell of the job that an id is of, whole, or where it is a message, of its activity alone.
+    async def _add_job(self, name: str) -> dict[str, str | None]:
+        """Add the whole job that an id names, or where it is a message, its activity alone.
 
-        Return the messages that belong to what was told, each with its context.
+        Return the messages that belong to what was added, each with its context.
         """
         uuid = uuid_of(name)
         job = None if uuid is None else await self._connection.fetchval(QUERIES["find_job"], uuid)
         if job is not None:
-            return await self._tell_activities(job, None, [])
+            return await self._add_activities(job, None, [])
         try:
             found = await find_message(self._connection, name)
         except NotFound:
@@ -388,20 +389,20 @@ class _Telling(Draft):
         messages: dict[str, str | None] = {}
         for job in {one.job for one in found}:
             concerned = [one for one in found if one.job == job]
-            messages |= await self._tell_activities(job, {one.activity for one in concerned}, concerned)
+            messages |= await self._add_activities(job, {one.activity for one in concerned}, concerned)
         return messages
 
-    async def _tell_write(self, job: UUID, partition: int) -> None:
-        """Tell of the job that a message was written for by Spark, with its partition once that is committed."""
+    async def _add_write(self, job: UUID, partition: int) -> None:
+        """Add the job that Spark wrote a message for, with its partition once that is committed."""
         if await self._connection.fetchval(QUERIES["find_job"], job) is not None:
             activities = (await show_job(self._connection, job)).activities
             wanted = {partition_id(one.id, partition) for one in activities if one.parent is None}
-            await self._tell_activities(job, wanted & {one.id for one in activities}, [])
+            await self._add_activities(job, wanted & {one.id for one in activities}, [])
 
-    async def _tell_activities(
+    async def _add_activities(
         self, job: UUID, concerned: set[UUID] | None, said: list[JobMessage]
     ) -> dict[str, str | None]:
-        """Tell of a job, and of its activities: all, or those that are concerned and what they grew out of."""
+        """Add a job and its activities: all, or those concerned and their ancestors."""
         tree = await show_job(self._connection, job)
         context = tree.job.mesh
         if context not in self.contexts:
@@ -431,7 +432,7 @@ class _Telling(Draft):
             if step.outcome == "waiting":
                 self.wait(step, activity.error or _WAITS[activity.state], f"postroom jobs show {job}")
         chosen = {one.id for one in wanted} if concerned is None else concerned
-        messages = await self._tell_requests(tree, chosen, {one.id for one in said})
+        messages = await self._add_requests(tree, chosen, {one.id for one in said})
         for one in said:
             messages[one.id] = context
             self._causes.setdefault(one.id, f"activity:{one.activity}")
@@ -445,8 +446,8 @@ class _Telling(Draft):
                     self.wait(step, one.sentence, f"postroom jobs show {job}")
         return messages
 
-    async def _tell_requests(self, tree: JobTree, chosen: set[UUID], named: set[str]) -> dict[str, str | None]:
-        """Tell what the chosen activities asked for, and who answered; where messages are `named`, of these alone."""
+    async def _add_requests(self, tree: JobTree, chosen: set[UUID], named: set[str]) -> dict[str, str | None]:
+        """Add the requests of the chosen activities, and their answers; where messages are `named`, only these."""
         job, context = tree.job.id, tree.job.mesh
         messages: dict[str, str | None] = {}
         for row in self.limited(await self._connection.fetch(QUERIES["find_requests"], job, MOST + 1)):
@@ -470,7 +471,7 @@ class _Telling(Draft):
 
 
 async def sweep_ended_rows(connection: Connection, rows: int, kept: timedelta) -> int:
-    """Forget up to `rows` reports of rows that ended, each older than it is `kept`; return how many."""
+    """Forget up to `rows` reports of ended rows that are older than `kept`; return how many."""
     swept: int = await connection.fetchval(QUERIES["sweep_ended_rows"], rows, kept)
     return swept
 
@@ -483,7 +484,7 @@ _WAITS: Final = {
 
 
 def _branch(by_id: Mapping[UUID, Activity], concerned: Iterable[UUID]) -> Iterator[Activity]:
-    """Yield activities and those that they grew out of, each once."""
+    """Yield activities and their ancestors, each once."""
     seen: set[UUID] = set()
     for id_ in concerned:
         above: UUID | None = id_
