@@ -1,8 +1,7 @@
 """The SQLite inbox: what a daemon has received, once each, for local readers to page through and to follow.
 
-One object owns the file, and answers questions about what is in it. It takes in a `HistoryMessage` and gives
-out a `StoredMessage`; what an operator may configure is `InboxSettings`. What goes wrong in it is a sentence each, at
-the end; SQLite's errors are mapped there too.
+One object owns the file, and answers every query. It takes a `HistoryMessage` and returns a `StoredMessage`; an
+operator configures `InboxSettings`. Its errors, each with its sentence, and what SQLite's errors become are at the end.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ SCHEMA: Final = sqlite.Schema.of("inbox", "PSTI")
 _READ: Final = load_queries("inbox", "sql/read.sql")
 _WRITE: Final = load_queries("inbox", "sql/write.sql")
 _PAGE_BYTES: Final = 8 * 1024 * 1024  # of messages, after which a page ends
-_ROW_BYTES: Final = 1024  # about what a message adds to the log beside itself
+_ROW_BYTES: Final = 1024  # about what a message adds to the log besides itself
 _PRUNED_AT_ONCE: Final = 1000  # messages
 _DIGITS: Final = 18  # fewer than a 64-bit integer may have
 _encode: Final = msgspec.json.Encoder().encode
@@ -72,13 +71,13 @@ class StoredMessage(NamedTuple):
     message: bytes  # an encoded `HistoryMessage`
 
     def encoded(self) -> bytes:
-        """Return the JSON of the `InboxMessage`, on one line: the message as it lies here, with two fields more."""
+        """Return the JSON of the `InboxMessage`, on one line: the stored message with two more fields."""
         moment = datetime.fromtimestamp(self.received_at / 1000, UTC).isoformat(timespec="milliseconds")
         return b'{"position":%d,"received_at":"%s",%s' % (self.position, moment.encode(), self.message[1:])
 
 
 class Received(NamedTuple):
-    """Where a message lies in the inbox, and since when."""
+    """The place of a message in the inbox, and when it came."""
 
     position: int
     received_at: int  # ms since the epoch
@@ -110,7 +109,7 @@ class Inbox:
         self._arrived = asyncio.Event()
         self.failed = store.failed  # set once the file or the disk failed
         self.id = state[0]  # of the file: a new one has another
-        self.refill_after = state[1]  # history_id to refill from; None: no refill is due
+        self.refill_after = state[1]  # history_id to refill from; None: no refill is needed
 
     @classmethod
     async def open(
@@ -118,9 +117,9 @@ class Inbox:
     ) -> Self:
         """Lock the file in `directory`, check it after an unclean stop, migrate it.
 
-        A damaged one is renamed, never overwritten, and a new one takes its place, which is due to be refilled: the
-        broker's history has what was in it. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer
-        than the program or no inbox, 75 or 74 while the disk is full or fails.
+        A damaged one is renamed, never overwritten, and a new one takes its place, which has to be refilled from the
+        broker's history. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer than the program or
+        not an inbox, 75 or 74 while the disk is full or fails.
         """
         file, now = OwnedFile(directory, NAME), clock()
 
@@ -148,7 +147,7 @@ class Inbox:
         await self.close()
 
     async def file(self, messages: Sequence[HistoryMessage]) -> int:
-        """Write those that are not here, nor were until retention took them; returns how many, once on disk."""
+        """Write those that are new, also among what retention has deleted; returns how many, once on disk."""
         now = self._clock()
         rows: list[dict[str, Any]] = [
             {
@@ -197,7 +196,7 @@ class Inbox:
     async def start(self, event_id: str | None, since: int | None) -> int:
         """Return the position after which a live stream begins: an event's id, else `since` (ms), else the end.
 
-        Raises `InvalidMessage` for an id that was never given.
+        Raises `InvalidMessage` for an id that was never issued.
         """
         newest = await self._read(_newest)
         if event_id is not None:
@@ -210,7 +209,7 @@ class Inbox:
     async def following(
         self, after: int, limit: int, wanted: MessageFilter = _EVERYTHING, *, most_bytes: int = _PAGE_BYTES
     ) -> tuple[list[StoredMessage], int]:
-        """Return up to `limit` messages after a position, and the position to go on from; at once, even if none.
+        """Return up to `limit` messages after a position, and the position to continue from; without waiting for any.
 
         Fewer where they have more than `most_bytes` together.
         """
@@ -222,7 +221,7 @@ class Inbox:
         return await self._read(read)
 
     async def received(self, mesh: str, sender: str, client_message_id: str) -> Received | None:
-        """Return where a message lies here, None where it does not."""
+        """Return the place of a message, None where it is not here."""
         wanted = {"mesh": mesh, "sender": sender, "client_message_id": client_message_id}
         row = await self._read(lambda db: db.execute(_READ["received"], wanted).fetchone())
         return None if row is None else Received(*row)
@@ -246,7 +245,7 @@ class Inbox:
         return await self._store.read(lambda db: sqlite.in_snapshot(db, lambda: read(db, *arguments)))
 
     def _wake_readers(self) -> None:
-        """Wake whoever waits now; who comes later gets an event of its own time."""
+        """Wake the readers that wait now; later ones wait for a new event."""
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
 
@@ -274,13 +273,13 @@ def _page(db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter,
 
 
 def _before(db: sqlite3.Connection, since: int) -> int:
-    """Return the position after which the messages begin that were received at `since` (ms) or later."""
+    """Return the position before the first message that was received at `since` (ms) or later."""
     first = db.execute(_READ["since"], {"since": since}).fetchone()[0]
     return _newest(db) if first is None else int(first)
 
 
 def _newest(db: sqlite3.Connection) -> int:
-    """Return the last position that was given."""
+    """Return the last position that was issued."""
     return int(db.execute(_READ["newest"]).fetchone()[0])
 
 
@@ -291,11 +290,11 @@ def _number(text: str, refusal: Callable[[], PostroomError]) -> int:
 
 
 class Broken(Exception):
-    """The file or the disk can no longer be trusted: the inbox has to be closed, and opened anew."""
+    """The file or the disk can no longer be trusted: the inbox has to be closed, and opened again."""
 
 
 def from_sqlite(error: Exception) -> Exception:
-    """Map an error that leaves the file as it was; what is not SQLite's stays what it is."""
+    """Map an error that leaves the file as it was; one that is not SQLite's is returned as it is."""
     if not isinstance(error, sqlite3.Error):
         return error
     if is_full(error):
@@ -305,7 +304,7 @@ def from_sqlite(error: Exception) -> Exception:
 
 
 def unavailable(reason: str) -> TryAgain:
-    """Answer while there is no inbox to read."""
+    """Return the error of every call while the inbox is not open."""
     detail = (
         f"the inbox is not open ({reason}): sends still work, and what is missing arrives later; see `postroom doctor`"
     )
@@ -313,12 +312,12 @@ def unavailable(reason: str) -> TryAgain:
 
 
 def broken(path: Path, error: Exception) -> Broken:
-    """Say that the file failed."""
+    """Return the error of a file that failed."""
     return Broken(f"{path} failed: {error}")
 
 
 def invalid_event_id() -> InvalidMessage:
-    """Refuse an event id that no stream of this daemon gave."""
+    """Return the error for an event id that no stream of this daemon issued."""
     detail = "the Last-Event-ID was not issued by this daemon: omit it, or ask for messages `since` a time"
     return InvalidMessage.of("invalid_event_id", detail, field="Last-Event-ID")
 
