@@ -1,1 +1,1 @@
-"""postroomd: builds the socket, the outbox and the relay into one process."""
+"""postroomd: the socket, the outbox and the relay in one process."""

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
-    """Run the daemon until it is told to stop; returns its exit code, having said on standard error what went wrong."""
+    """Run the daemon until it is stopped; returns its exit code, after writing any error to standard error."""
     os.umask(UMASK)
     logs.configure(config.log_level)
     try:

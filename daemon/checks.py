@@ -19,7 +19,7 @@ from postroom.errors import PostroomError
 
 
 async def check(config: DaemonConfig) -> AsyncIterator[Finding]:
-    """Yield what is found about each thing that the daemon needs, the broker and NATS last."""
+    """Yield a finding about each thing that the daemon needs, the broker and NATS last."""
     for finding in (*_state(config), *_socket(config), *_secrets(config)):
         yield finding
     yield await _broker(config)

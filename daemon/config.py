@@ -61,12 +61,12 @@ class MetricsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
         Meta(description="Port of `/metrics`; 0: a free one; unset: none. Each daemon of a host needs one of its own."),
     ] = None
     listen_host: Annotated[
-        str, Meta(description="Address of that port; everybody who reaches it can read the metrics.")
+        str, Meta(description="Address of that port; every client that reaches it can read the metrics.")
     ] = "127.0.0.1"
 
 
 class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Everything that the daemon of one mesh may be told."""
+    """The whole configuration of the daemon of one mesh."""
 
     mesh: Annotated[str, Meta(pattern=MESH.schema, description="The mesh that this daemon sends into.")]
     broker: BrokerClientSettings
@@ -88,7 +88,7 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     limits: Limits = field(default_factory=Limits)
     outbox: OutboxSettings = field(default_factory=OutboxSettings)
     inbox: InboxSettings = field(default_factory=InboxSettings)
-    nats: NatsSettings | None = None  # where the inbox comes from; without it there is none
+    nats: NatsSettings | None = None  # where the inbox comes from; without it there is no inbox
     relay: RelaySettings = field(default_factory=RelaySettings)
 
 
@@ -98,7 +98,7 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> D
 
 
 def socket_path(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the socket lies; raises `Fatal` (78) where neither the config nor the environment says."""
+    """Return the path of the socket; raises `Fatal` (78) where neither the config nor the environment gives one."""
     if config.socket.path is not None:
         return config.socket.path
     if runtime := environ.get("XDG_RUNTIME_DIR"):
@@ -111,12 +111,12 @@ def socket_path(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -
 
 
 def state_directory(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the outbox lies; raises `Fatal` (78) where neither the config nor the environment says."""
+    """Return the outbox's directory; raises `Fatal` (78) where neither the config nor the environment gives one."""
     if config.state_directory is not None:
         return config.state_directory
     return state_home("POSTROOM_DAEMON_STATE_DIRECTORY", environ) / config.mesh
 
 
 def token_file(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the local token of the TCP port lies; raises `Fatal` (78) like `state_directory`."""
+    """Return the file of the TCP port's local token; raises `Fatal` (78) like `state_directory`."""
     return config.tcp.token_file or state_directory(config, environ) / "local.token"

@@ -23,7 +23,7 @@ _process = ProcessCollector(registry=None)
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What the daemon's metrics are read from."""
+    """The sources of the daemon's metrics."""
 
     counters: Counters
     outbox: Outbox

@@ -1,11 +1,11 @@
-"""The daemon, built: the outbox, the link to the broker, the relay, the inbox and the socket server, and their order.
+"""The daemon: the outbox, the link to the broker, the relay, the inbox and the socket server, started in order.
 
-Start: refuse a second daemon, open the outbox (which recovers), listen, accept. Stop: accept no more, finish what is in
-hand, let the relay settle its batch, close the outbox. Killed at any moment in between, the next start carries on.
+Start: refuse a second daemon, open the outbox (which recovers), listen, accept. Stop: accept no more, finish running
+requests, let the relay settle its batch, close the outbox. After a kill at any moment the next start continues.
 
-systemd is notified that the daemon is ready, what it does, and that it lives (sd_notify(3)). The watchdog is fed by
+systemd is notified that the daemon is ready, of its status, and that it is alive (sd_notify(3)). The watchdog is fed by
 the event loop, and only after a transaction of the outbox's writer has committed: a loop that hangs, or a writer that
-is stuck, starves it, and systemd starts the daemon anew.
+is stuck, starves it, and systemd restarts the daemon.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ STATUS_SECONDS: Final = 5.0
 
 
 class Reports:
-    """What the daemon reports of itself to its broker, at which all are seen (docs/contract/operate.md#operate-60)."""
+    """The daemon's reports to its broker, which lists all programs (docs/contract/operate.md#operate-60)."""
 
     def __init__(
         self, services: Services, outbox: Outbox, link: BrokerLink, relay: Relay, *, address: str, state: Path
@@ -56,7 +56,7 @@ class Reports:
         self._reporter = Reporter("postroom-server", address)
 
     async def run(self) -> None:
-        """Report for ever; a broker that cannot be asked is the relay's affair, and an outbox that fails its own."""
+        """Report for ever; an unreachable broker is handled by the relay, a failed outbox by its own task."""
         await keep_reporting(self._look, self._link.report, self._glance)
 
     async def _look(self) -> Report:
@@ -89,7 +89,7 @@ class Postroomd:
     outbox: Outbox
     link: BrokerLink
     relay: Relay
-    receiver: Receiver | None  # None: the config names no NATS, and there is no inbox
+    receiver: Receiver | None  # None: the config has no NATS, and there is no inbox
     server: Server
     page: Server  # the metrics, where the config has a port for them
     reports: Reports
@@ -97,7 +97,7 @@ class Postroomd:
 
     @classmethod
     async def open(cls, config: DaemonConfig, *, accept_lost_ids: bool = False) -> Self:
-        """Build the rooms and open the outbox; raises `Fatal` that says what stands in the way.
+        """Build the rooms and open the outbox; raises `Fatal` where one cannot be.
 
         `accept_lost_ids` is for an outbox that a recovery could not save whole.
         """
@@ -191,7 +191,7 @@ class Postroomd:
         return daemon
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return what has to run for as long as the daemon lives, by name."""
+        """Return the tasks that run as long as the daemon, by name."""
         receiving = {} if self.receiver is None else {"inbox": self.receiver.run()}
         scrapes = {} if self.config.metrics.listen_port is None else {"scrapes": self.page.sweep()}
         return {
@@ -209,7 +209,7 @@ class Postroomd:
         }
 
     async def wind_down(self) -> None:
-        """Accept no more, answer what is in hand, and let the relay settle its batch."""
+        """Accept no more, finish running requests, and let the relay settle its batch."""
         await self.server.stop(self.config.stop_seconds)
         await self.page.stop(0)
         await self.relay.stop()
@@ -217,7 +217,7 @@ class Postroomd:
             await self.receiver.stop(self.config.stop_seconds)
 
     async def close(self) -> None:
-        """Close what is left: the outbox last but for the link. Safe after any failure."""
+        """Close what is left, the outbox and then the link. Safe after any failure."""
         for path, inode in self.own:
             listener.remove(path, inode)
         try:
@@ -227,7 +227,7 @@ class Postroomd:
 
 
 def _installed(config: DaemonConfig) -> int:
-    """Return a time that has passed, in ms, also where the clock is behind: this program and its token were written."""
+    """Return a time in ms that has surely passed, even if the clock is behind: when program and token were written."""
     written = [Path(__file__).stat().st_mtime]
     with suppress(OSError):
         written.append(config.broker.token_file.stat().st_mtime)
@@ -250,15 +250,15 @@ def recover(config: DaemonConfig) -> Recovery:
 
 
 def restore(config: DaemonConfig, backup: Path, reason: str) -> Path | None:
-    """Put a backup in the place of a stopped daemon's outbox; returns where that lies now, None where there was none.
+    """Replace a stopped daemon's outbox with a backup; returns where the old one was moved, if there was one.
 
-    Raises `Fatal`: 69 while the daemon runs, 78 for a file that is no backup.
+    Raises `Fatal`: 69 while the daemon runs, 78 for a file that is not a backup.
     """
     return restore_directory(state_directory(config), backup, reason)
 
 
 async def answer_watchdog(outbox: Outbox) -> None:
-    """Feed the watchdog, each time after a commit, at half its interval; for ever, even where nobody watches."""
+    """Feed the watchdog, each time after a commit, at half its interval; for ever, also without a watchdog."""
     interval = runtime.watchdog_seconds()
     if interval is None:
         await asyncio.Event().wait()
@@ -270,7 +270,7 @@ async def answer_watchdog(outbox: Outbox) -> None:
 
 
 async def keep_status(outbox: Outbox, relay: Relay) -> None:
-    """Keep the line that `systemctl status` shows up to date, for ever."""
+    """Update the line that `systemctl status` shows, for ever."""
     while True:
         counts = await outbox.counts()
         state = relay.status()

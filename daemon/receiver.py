@@ -1,8 +1,8 @@
 """The receiving half of the daemon: opens the inbox, fills it from JetStream, and starts over where anything fails.
 
-Whatever goes wrong here stays here: sending never notices. A file that breaks is closed and opened anew, which sets a
-damaged one aside; then the durable consumer is a new one too, since its name holds the file's id: it acks what lies in
-this file, and in no other. So each daemon of a member has a consumer of its own, and gets its own copy of everything.
+Errors here never affect sending. A file that breaks is closed and opened again, which sets a damaged one aside; then
+the durable consumer is a new one too, since its name contains the file's id: it acknowledges only what is in this file.
+So each daemon of a member has a consumer of its own, and gets its own copy of everything.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ _log = structlog.get_logger(__name__)
 
 _DAY_MS: Final = 86_400_000
 _PRUNE_SECONDS: Final = 3600.0
-_LOOK_SECONDS: Final = 1.0  # between two looks at whom the token speaks for
-_PAUSES: Final = Backoff(0.5, 60.0, least=STEADY)  # before the inbox is opened anew
-_ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand comes again soon
+_LOOK_SECONDS: Final = 1.0  # between two checks of the token's owner
+_PAUSES: Final = Backoff(0.5, 60.0, least=STEADY)  # before the inbox is opened again
+_ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand is redelivered soon
 _BATCH: Final = 200  # messages that share a transaction
 _CLOSE_SECONDS: Final = 5.0  # longest wait for the batches in hand where the inbox has failed
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
@@ -64,7 +64,7 @@ class Receiver:
         state_directory: Path,
         features: Callable[[], Features | None],
     ) -> None:
-        """`features` says for whom the broker says that the token speaks, None while that is not known."""
+        """`features` returns the broker's features, which name the token's owner, None until they are known."""
         self._nats = nats
         self._broker = broker
         self._settings = settings
@@ -88,7 +88,7 @@ class Receiver:
         return self.inbox
 
     def trouble(self) -> str | None:
-        """Say what keeps messages from arriving, None where nothing does."""
+        """Return what keeps messages from arriving, None where nothing does."""
         if self._trouble is not None:
             return self._trouble
         if self._filing is not None and self._filing.trouble is not None:
@@ -111,23 +111,23 @@ class Receiver:
                     finally:
                         self.inbox = None
                 failures = 0
-            except Exception as error:  # noqa: BLE001 - whatever it is, sending goes on
+            except Exception as error:  # noqa: BLE001 - no error of the inbox may end sending
                 self._trouble = str(error) or type(error).__name__
                 failures += 1
                 pause = _PAUSES.seconds(failures)
                 _log.error("inbox_closed", reason=self._trouble, next_try_seconds=round(pause, 3))
                 await asyncio.sleep(pause)
-        await asyncio.Event().wait()  # the process ends when a task does: the rest may take its time
+        await asyncio.Event().wait()  # a task that ends would end the process before the others have stopped
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take nothing more, and finish what is in hand, for at most `grace_seconds`; safe to repeat."""
+        """Take nothing more, and finish what is in hand within `grace_seconds`; safe to repeat."""
         self._stopping = True
         pulling = self._pulling if self._consumer is not None else None
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 await self._stop_consumer(grace_seconds)
                 if pulling is not None:
-                    await asyncio.wait({pulling})  # whoever stops it may cancel it then: its connection is closed
+                    await asyncio.wait({pulling})  # once its connection is closed it may be cancelled
 
     async def _stop_consumer(self, grace_seconds: float) -> None:
         if self._filing is not None:
@@ -152,7 +152,7 @@ class Receiver:
             await end(tasks)
 
     async def _pull(self, inbox: Inbox) -> None:
-        member = self._member = await self._whom()
+        member = self._member = await self._token_member()
         self._filing = Filing(inbox, self._mesh, self.counters)
         self._connection = await connect(self._nats, name=f"postroomd {self._mesh} {member}")
         try:
@@ -169,7 +169,7 @@ class Receiver:
 
     async def _refill(self, inbox: Inbox) -> None:
         while inbox.refill_after is not None:
-            member = await self._whom()
+            member = await self._token_member()
             oldest = datetime.now(UTC) - timedelta(days=self._settings.retention_days)
             try:
                 token = self._broker.token_file.read_text("ascii").strip()
@@ -188,15 +188,15 @@ class Receiver:
             await asyncio.sleep(_PRUNE_SECONDS)
 
     async def _watch(self, inbox: Inbox) -> None:
-        """Raise once the file has failed, or the token speaks for somebody else."""
+        """Raise once the file has failed, or the token belongs to another member."""
         while not inbox.failed.is_set():
             await within(in_step(_LOOK_SECONDS), inbox.failed)
-            if self._member is not None and self._member != await self._whom():
+            if self._member is not None and self._member != await self._token_member():
                 raise unavailable("the broker's token now belongs to another member")
         raise Broken("the inbox file failed: it is opened again, and set aside if it is damaged")
 
-    async def _whom(self) -> str:
-        """Wait until it is known for which member of the mesh the token speaks."""
+    async def _token_member(self) -> str:
+        """Wait until it is known which member of the mesh owns the token."""
         while True:
             features = self._features()
             if features is not None and features.mesh == self._mesh:
@@ -216,18 +216,18 @@ def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
 
 
 class FilingCounters(msgspec.Struct):
-    """What was done with messages since the process started, for metrics."""
+    """Messages since the process started by their outcome, for metrics."""
 
     filed: int = 0
-    known: int = 0  # were here before, or had been
-    refused: int = 0  # make no sense
+    known: int = 0  # had been filed before
+    refused: int = 0  # were malformed
 
 
 class Filing:
     """Files batches: one transaction each, and `Done` only after its commit (docs/contract/delivery.md#delivery-80).
 
-    A message that was filed before is left out by its key in the file, so a batch that comes again is harmless. While
-    the disk is full a batch waits in hand, however long: a message is never buried for that.
+    A message that was filed before is recognised by its key in the file, so a batch that is redelivered is harmless.
+    While the disk is full a batch waits in hand, for any time: a message never becomes a dead letter for that.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ class Filing:
         self.trouble: str | None = None  # what keeps a batch waiting
 
     def stop(self) -> None:
-        """Let a batch that waits go back to the stream."""
+        """Return a batch that waits to the stream."""
         self._stopping = True
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """File the messages of `batch` and settle them; what makes no sense is buried."""
+        """File the messages of `batch` and settle them; malformed ones become dead letters."""
         messages, began = {}, time.time_ns()
         for delivery in batch:
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -259,9 +259,9 @@ class Filing:
                     messages[delivery.sequence] = message
         try:
             filed = await self._file(list(messages.values()))
-        except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that no file holds
+        except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that SQLite cannot store
             if len(batch) > 1:
-                raise  # each is given alone then
+                raise  # then each is handled alone
             filed, messages = False, {}
         for delivery in batch:
             if delivery.sequence not in messages:
@@ -275,7 +275,7 @@ class Filing:
                 await settle(delivery, DONE)
 
     async def _file(self, messages: Sequence[HistoryMessage]) -> bool:
-        """Return whether the messages are on disk; waits while that cannot be."""
+        """Return whether the messages are on disk; waits while they cannot be written."""
         while messages and not self._stopping:
             try:
                 new = await self._inbox.file(messages)
@@ -294,10 +294,10 @@ class Filing:
 
 
 async def refill(inbox: Inbox, broker: BrokerClient, member: str, accepted_after: datetime) -> None:
-    """File what the broker's history holds for `member`, from where an earlier refill had come to, up to its end.
+    """File what the broker's history has for `member`, from where an earlier refill stopped, up to its end.
 
-    What the history shows beside (queues, direct messages to others) stays out. Raises `PostroomError`, and then goes
-    on where it was with the next call.
+    The history's other messages (to queues, direct ones to other members) are left out. Raises `PostroomError`; the
+    next call continues from there.
     """
     while True:
         query = HistoryQuery(after=inbox.refill_after or 0, limit=_PAGE)
