@@ -340,7 +340,7 @@ def restore(
     loaded, why = daemon_config(config), reason_or_ask(reason)
     confirm(f"Replace the outbox of the mesh {loaded.mesh} by {file}?", yes=yes)
     aside = restore_outbox(loaded, file.absolute(), why)
-    line(f"restored {file}; " + ("there was no outbox" if aside is None else f"the outbox that was there is {aside}"))
+    line(f"restored {file}; " + ("there was no outbox" if aside is None else f"the old outbox is {aside}"))
 
 
 @app.command()

@@ -3,20 +3,20 @@
 from outbox.errors import stopped
 from outbox.model import (
     Accepted,
-    AcceptedRow,
     Caller,
     ClaimedRow,
     DoneRow,
     OutboxSettings,
     Post,
     RelayControl,
-    RowFilter,
     Settlement,
     Unanswered,
     Verdict,
     to_datetime,
 )
 from outbox.outbox import Outbox
+from postroom._wire.accept_table import AcceptedRow
+from postroom._wire.operations import RowFilter
 
 __all__ = [
     "Accepted",

@@ -1,10 +1,9 @@
 """Accepting sends: look-ups and inserts for any number of sends at once (docs/contract/send.md#send-36).
 
-All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up, and
-through one that writes their payloads: the numbers of the rows just written are consecutive. Where some were left out,
-one SELECT finds the rows that hold those ids, those that an earlier send of the same group just wrote among them: each
-send gets the answer that it would have got alone, in its turn. Where an id may belong to a row that was moved, or not
-all may fit, the ids are looked up first.
+All sends of a group go through one INSERT that skips existing ids, so the usual case needs no look-up, and through one
+that writes their payloads: the numbers of the new rows are consecutive. Where some were skipped, one SELECT finds the
+rows that hold those ids, also rows of earlier sends of the same group: each send gets the answer that it would have got
+alone, in its turn. Where an id may belong to a row that was moved, or not all may fit, the ids are looked up first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,10 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox.errors import outbox_full
-from outbox.model import AcceptedRow, Caller, Existing
+from outbox.model import Caller, Existing
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
+from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.message import PreparedSend
 from postroom._wire.sql import load_queries
 from postroom.errors import PostroomError
@@ -59,7 +59,7 @@ class Accept(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Sends that nobody may write, and that are answered all the same where their ids have rows."""
+    """Sends that must not be written, but are answered where their ids have rows."""
 
     sends: Accept
     rows: int = 1
@@ -79,7 +79,7 @@ class _NewRow(msgspec.Struct, frozen=True, gc=False):
     row_id: str
     client_message_id: str
     send: PreparedSend
-    accepted: AcceptedRow  # what its sender hears
+    accepted: AcceptedRow  # the answer to its sender
     columns: tuple[object, ...]
     room: int
 
@@ -131,7 +131,7 @@ def to_milliseconds(moment: datetime) -> int:
 
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    """Insert the rows whose id is free, and answer from the rows that stand there now."""
+    """Insert the rows whose id is free, and answer from the rows that have the ids then."""
     inserted, last = transaction.insert(_QUERIES["insert"], [row.columns for row in rows])
     if inserted == len(rows):
         _complete(transaction, rows, range(last - inserted + 1, last + 1))
@@ -152,7 +152,7 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
             headroom -= row.room
             known.add(row.client_message_id)
             new.append(row)
-    if new:  # the first gets the number that is next, which the table may not know
+    if new:  # the first gets the next number, which the table may not know
         numbered = [(transaction.next_seq, *new[0].columns)]
         _, first = transaction.insert(_QUERIES["insert_numbered"], numbered)
         transaction.next_seq = None

@@ -1,11 +1,11 @@
-"""A copy of the outbox as it is at one moment, made while it is written to, and put back (docs/backup.md).
+"""A copy of the outbox as of one moment, made while it is written to, and its restore (docs/backup.md).
 
-Once a copy is whole it has no name, and ends with whoever holds it open; what a daemon that was killed has left of one
-the next start removes. Sends come first: the copy leaves `_KEPT_FREE` of the disk to them, and they wait for a few
-pages of it at most (`Store.copy`).
+A whole copy has no name, and exists as long as a process holds it open; the next start removes what a killed daemon has
+left of one. Sends have priority: the copy leaves `_KEPT_FREE` of the disk to them, and they wait for a few pages of it
+at most (`Store.copy`).
 
-It is put back on a stopped daemon (`postroom outbox restore`). What was there is set aside, never changed. A log that
-lay beside it goes with it: SQLite would read it into any file of that name.
+It is restored on a stopped daemon (`postroom outbox restore`). The old outbox is set aside, never changed, and its log
+too: SQLite would read the log into any file of that name.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ class Backup:
         return await asyncio.to_thread(os.pread, self._file, _PIECE, offset)
 
     async def aclose(self) -> None:
-        """Give the room on the disk back, which takes as long as the copy is large: nobody waits for it."""
+        """Free the room on the disk, in a thread, since that takes long for a large copy."""
         await asyncio.to_thread(os.close, self._file)
 
 
 async def back_up(store: Store) -> Backup:
-    """Make a whole copy; raises `PostroomError` where there is no room or no time for it, and for a damaged file."""
+    """Make a whole copy; raises `PostroomError` where it lacks room or time, and for a damaged file."""
     (size,) = await store.read(lambda db: db.execute(QUERIES["file_bytes"]).fetchone())
     directory = store.path.parent
     _check_room(directory, size)
@@ -101,20 +101,20 @@ def _check_room(directory: Path, needed: int) -> None:
 
 
 def restore(directory: Path, backup: Path, reason: str) -> Path | None:
-    """Make `backup`, which stays, the outbox of `directory`; returns where the one that was there lies now, if any.
+    """Make a copy of `backup` the outbox of `directory`; returns where the old one was set aside, if there was one.
 
     The line of the operator log about it is in the new outbox. Until that is whole and on disk a failure leaves
     everything as it was.
 
-    Raises `Fatal`: 69 where a daemon runs there, 78 for a file that is no whole backup of an outbox, 75 on a full disk,
-    74 on one that fails; `InvalidMessage` without a reason.
+    Raises `Fatal`: 69 where a daemon runs there, 78 for a file that is not a whole backup of an outbox, 75 on a full
+    disk, 74 on a failing one; `InvalidMessage` without a reason.
     """
     order = Order(Caller.this_process(), reason).checked()
     file = OwnedFile(directory, NAME, may_be_anothers=True)
     restored, aside, fresh = False, None, file.path.with_name(f"{NAME}.db.restoring")
     try:
         if (log := Path(f"{backup}-wal")).exists():
-            raise Fatal(Exit.CONFIG, f"{log} lies beside {backup}: restore what `postroom outbox backup` has written")
+            raise Fatal(Exit.CONFIG, f"{log} is next to {backup}: restore what `postroom outbox backup` has written")
         if backup.exists() and not backup.is_file():  # a pipe or a device may have no end
             raise Fatal(Exit.CONFIG, f"{backup} is not a file: restore what `postroom outbox backup` has written")
         now = now_ms()
@@ -125,7 +125,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
             shutil.copyfileobj(source, target)
         with closing(sqlite3.connect(fresh, isolation_level=None)) as db:
             if not SCHEMA.version_of(db, backup):
-                raise Fatal(Exit.CONFIG, f"{backup} is empty, and no backup of an outbox: take another")
+                raise Fatal(Exit.CONFIG, f"{backup} is empty, not a backup of an outbox: take another")
             quick_check(db)
             line = {"at": now, "verb": "restore", "actor": str(order.caller), "reason": order.reason.strip()}
             db.execute(_LOG, {**line, "row_id": None, "detail": str(backup)})
@@ -140,9 +140,11 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
             raise Fatal(
                 exit_after(fault), f"cannot restore {backup}: {fault}; nothing has changed, try again"
             ) from fault
-        raise Fatal(Exit.CONFIG, f"{backup} is damaged, or no backup of an outbox ({fault}): take another") from fault
+        raise Fatal(
+            Exit.CONFIG, f"{backup} is damaged, or not a backup of an outbox ({fault}): take another"
+        ) from fault
     except OSError as error:
-        changed = "nothing has changed" if aside is None else f"the outbox that was there is {aside}"
+        changed = "nothing has changed" if aside is None else f"the old outbox is {aside}"
         raise Fatal(exit_after(error), f"cannot restore {backup}: {error.strerror}; {changed}, try again") from error
     finally:
         if not restored:  # it may be large, and the disk full

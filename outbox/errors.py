@@ -1,4 +1,4 @@
-"""What goes wrong in the outbox, each as a sentence, and SQLite's errors mapped to answers in one place."""
+"""The outbox's errors, each with its sentence, and SQLite's errors mapped to answers in one place."""
 
 import sqlite3
 from pathlib import Path
@@ -14,7 +14,7 @@ _MIB: Final = 1024 * 1024
 
 
 def from_sqlite(error: Exception) -> Exception:
-    """Map an error of one operation that failed alone; what is not SQLite's stays what it is."""
+    """Map an error of one operation that failed alone; one that is not SQLite's is returned as it is."""
     if not isinstance(error, sqlite3.Error):
         return error
     if is_full(error):
@@ -28,18 +28,18 @@ def from_sqlite(error: Exception) -> Exception:
 
 
 def outcome_unknown() -> TryAgain:
-    """Answer everybody who waits for a commit that failed with an I/O error."""
+    """Answer the operations that wait for a commit that failed with an I/O error."""
     detail = "the disk failed while the outbox wrote: whether the request took effect is unknown; repeat it, same id"
     return TryAgain.of("outcome_unknown", detail, retryable=True)
 
 
 def stopped() -> TryAgain:
-    """Answer once the outbox no longer takes anything."""
+    """Answer operations once the outbox takes none any more."""
     return TryAgain.of("stopping", "the daemon is stopping: repeat the request, same id", retryable=True)
 
 
 def outbox_full(max_bytes: int) -> TryAgain:
-    """Answer a new message once what waits has reached 95 % of `max_bytes`."""
+    """Answer a new message once the waiting rows have reached 95 % of `max_bytes`."""
     detail = (
         f"the waiting rows of the outbox (pending, inflight and dead) have reached 95 % of outbox.max_bytes "
         f"({max_bytes}): wait for the relay, requeue or abort dead rows (`postroom outbox list --status dead`), "
@@ -58,7 +58,7 @@ def cut_short(path: Path, damaged: Path) -> Fatal:
     return Fatal(
         Exit.CONFIG,
         f"there is no {path}, but {damaged.name} was set aside next to it: run `postroom outbox recover`, which saves "
-        "its rows, so that no used id is taken for a new one",
+        "its rows, so that no used id counts as a new one",
     )
 
 
@@ -71,7 +71,7 @@ def damaged(path: Path, fault: str) -> None:
 
 
 def ids_lost(path: Path, missing: int | None) -> Fatal:
-    """Refuse to start with ids that a recovery could not save, until whoever runs the process accepts that."""
+    """Refuse to start with ids that a recovery could not save, until the operator accepts that."""
     rows = "an unknown number of rows is" if missing is None else counted(missing, "row is", "rows are")
     return Fatal(
         Exit.CONFIG,
@@ -81,7 +81,7 @@ def ids_lost(path: Path, missing: int | None) -> Fatal:
 
 
 def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
-    """End a recovery that could not write its new file; the old one has every row that it had."""
+    """End a recovery that could not write its new file; the old one still has all its rows."""
     if is_full(error):
         what = "free some space, about the size of the outbox, then recover again"
         return Fatal(Exit.TRY_AGAIN, f"the disk is full: {path} cannot be recovered now, and nothing is lost; {what}")
@@ -105,17 +105,17 @@ def backup_running() -> TryAgain:
 
 def backup_too_slow(seconds: float) -> TryAgain:
     """End a copy that takes too long."""
-    return TryAgain.of("outbox_busy", f"the backup was not done within {seconds:.0f} s: look at the daemon's disk")
+    return TryAgain.of("outbox_busy", f"the backup was not done within {seconds:.0f} s: check the daemon's disk")
 
 
 def backup_damaged(path: Path, fault: str) -> PostroomError:
-    """Say that a copy would be as damaged as the file."""
+    """Refuse a copy of a damaged file."""
     detail = f"{path} is damaged ({fault}): keep the last backup, stop the daemon, and run `postroom outbox recover`"
     return PostroomError.of("outbox_error", detail)
 
 
 def backup_failed(error: OSError | sqlite3.Error) -> PostroomError:
-    """Say why a copy could not be written; the outbox itself has no part in that."""
+    """Say why a copy could not be written; the outbox itself is not affected."""
     if is_full(error):
         detail = "the disk of the outbox is full, so the backup was dropped: free some space"
         return TryAgain.of("disk_full", detail, retryable=True)
@@ -151,13 +151,13 @@ def unanswered(verb: str, row_id: str, why: str) -> Conflict:
 
 
 def id_taken(client_message_id: str) -> Conflict:
-    """Refuse a new id that was ever used."""
+    """Refuse a new id that was used before."""
     detail = f"the id {client_message_id} was used before, and an id is never released: choose another, or --auto"
     return Conflict.of("client_message_id_taken", detail)
 
 
 def payload_pruned(row_id: str, status: str) -> Conflict:
-    """Refuse to requeue a row whose payload is gone."""
+    """Refuse to requeue a row whose payload was pruned."""
     detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message as a new one"
     return Conflict.of("payload_pruned", detail)
 

@@ -1,7 +1,7 @@
-"""Done rows that the broker's database lost, since it came back older than it was: found by comparing, sent again.
+"""Done rows that the broker's database lost when it was restored to an earlier state: found by comparing, sent again.
 
-A comparison is with one incarnation of the database, goes row by row, and is kept on disk: a restart goes on with it.
-Each batch is written down in one transaction, so that what is missing is what the last comparison says.
+A comparison is with one incarnation of the database, goes row by row, and is kept on disk: it continues after a
+restart. Each batch is recorded in one transaction, so the missing rows are always those of the last comparison.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/missing.sql")
-_SENT_AGAIN: Final = "the broker's database came back older, and has this message from another daemon"
+_SENT_AGAIN: Final = "the broker's database was restored to an earlier state, and has this message from another daemon"
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -25,17 +25,17 @@ _encode: Final = msgspec.json.Encoder().encode
 def begin(incarnation: str, since: int, transaction: Transaction) -> None:
     """Compare the rows that are done now, and settled from `since` on (ms), with the database of that incarnation.
 
-    What an earlier comparison found missing stays so until this one comes to it.
+    What an earlier comparison found missing stays so until this one reaches it.
     """
     transaction.execute(_QUERIES["begin"], {"incarnation": incarnation, "since": since})
 
 
 class Note(NamedTuple):
-    """Write down which rows of a stretch the database has and has not, and how far the comparison is."""
+    """Record which rows of a stretch the database has and which it lacks, and how far the comparison is."""
 
     incarnation: str
     after: int
-    found: Sequence[tuple[int, str | None, int | None]]  # with the ids that it has there, where they are the caller's
+    found: Sequence[tuple[int, str | None, int | None]]  # with the ids that it has there, if it was this member's
     lost: Sequence[int]
 
     @property
@@ -63,12 +63,12 @@ class _Found(NamedTuple):
     id: str | None
     broker_message_id: str | None
     history_id: int | None
-    gone_id: str | bytes | None  # as it is kept where the payload is gone
-    gone_client_message_id: str | bytes | None
+    pruned_id: str | bytes | None  # of a row whose payload was pruned, as it is stored
+    pruned_client_message_id: str | bytes | None
 
 
 class Resent(NamedTuple):
-    """What a `Resend` did: the row ids that are pending again, the client_message_ids that have no payload any more."""
+    """What a `Resend` did: the row ids that are pending again, the client_message_ids whose payload was pruned."""
 
     row_ids: list[str]
     without_payload: list[str]
@@ -76,7 +76,7 @@ class Resent(NamedTuple):
 
 
 class Resend(NamedTuple):
-    """Send the next missing rows again under their own ids; those whose payload is gone are only noted in the log."""
+    """Send the next missing rows again under their own ids; one whose payload was pruned is only noted in the log."""
 
     after: int
     limit: int
@@ -93,7 +93,7 @@ class Resend(NamedTuple):
         parameters = {"after": self.after, "limit": self.limit}
         found = [_Found(*row) for row in transaction.db.execute(_QUERIES["next"], parameters)]
         kept = {row.seq: row.id for row in found if row.id is not None}
-        gone = [text_of(row.gone_client_message_id) for row in found if row.gone_client_message_id is not None]
+        pruned = [text_of(row.pruned_client_message_id) for row in found if row.pruned_client_message_id is not None]
         values = {"seqs": _encode(list(kept)).decode(), "now": transaction.now}
         room = transaction.value(_QUERIES["room"], values)
         transaction.changed("done", "pending", transaction.execute(_QUERIES["resend"], values), -room)
@@ -102,10 +102,10 @@ class Resend(NamedTuple):
         for row in found:
             if row.id is not None:
                 log(transaction, "resend", self.order, row.id, _was(row.broker_message_id, row.history_id))
-            elif row.gone_id is not None:
-                log(transaction, "resend", self.order, text_of(row.gone_id), "not sent: its payload was pruned")
+            elif row.pruned_id is not None:
+                log(transaction, "resend", self.order, text_of(row.pruned_id), "not sent: its payload was pruned")
         last = found[-1].seq if len(found) == self.limit else None
-        return Resent(list(kept.values()), gone, last)
+        return Resent(list(kept.values()), pruned, last)
 
 
 def _was(broker_message_id: str | None, history_id: int | None) -> str:

@@ -1,6 +1,6 @@
-"""The outbox's words: what is configured, what goes in and out, where rows wait, and the table of its state machine.
+"""The outbox's types: its settings, the values that it takes and returns, and the lanes in which rows wait.
 
-The five states are docs/contract/send.md#send-51. `held` and `not_before` are columns beside them.
+The five states are docs/contract/send.md#send-51. `held` and `not_before` are separate columns.
 """
 
 import os
@@ -10,9 +10,7 @@ from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
-from postroom._wire.accept_table import AcceptedRow as AcceptedRow  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.message import Priority
-from postroom._wire.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.sends import RowStatus
 from postroom.chassis.ownership import user_name
 from postroom.chassis.sqlite import Schema
@@ -21,7 +19,7 @@ NAME: Final = "outbox"  # of its files
 SCHEMA: Final = Schema.of("outbox", "PSTR")
 DUE: Final[dict[Priority, int]] = {"now": 0, "next": 1, "low": 2}  # the lanes that a claim takes from, in this order
 WAITING: Final = 3  # the lane of rows that wait until next_attempt_at
-HELD: Final = 4  # that of rows that an operator has to release
+HELD: Final = 4  # the lane of rows that an operator has to release
 LANES: Final = (*DUE.values(), WAITING, HELD)
 
 
@@ -65,7 +63,7 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
 
 class Caller(NamedTuple):
-    """Who handed a message in or used a verb: the socket peer's uid and gid, and the user's name where it has one."""
+    """The user that sent a message or used a verb: the socket peer's uid and gid, and its name where it has one."""
 
     uid: int
     gid: int
@@ -81,7 +79,7 @@ class Caller(NamedTuple):
 
 
 class Existing(NamedTuple):
-    """The row that holds an id, as the queries return it that a repeated send is answered from."""
+    """The row that holds an id, in the columns that a repeated send is answered from."""
 
     seq: int
     client_message_id: str
@@ -117,7 +115,7 @@ class Verdict(StrEnum):
 
 
 class Settlement(NamedTuple):
-    """What the relay makes of one claimed row; it only touches a row that is still `inflight`.
+    """The relay's outcome for one claimed row; it only affects a row that is still `inflight`.
 
     `RETRY` makes it due again after `wait_ms`, by the outbox's clock when it is settled, and, where `burns_attempt`,
     counts the attempt. `duplicate` marks a `DONE` row that the broker had accepted before. `answered` says whether the
@@ -190,7 +188,7 @@ class Accepted(NamedTuple):
 
 
 class OutboxCounts(NamedTuple):
-    """Kept counters, never a scan: rows by status, bytes of payload kept, and the oldest pending row."""
+    """Counters that are kept, without a scan: rows by status, bytes of payload kept, and the oldest pending row."""
 
     rows: dict[RowStatus, int]
     payload_bytes: int
@@ -208,7 +206,7 @@ def to_datetime(ms: int | None) -> datetime | None:
 
 
 class RelayControl(NamedTuple):
-    """What an operator told the relay about one destination, or about everything."""
+    """An operator's setting of the relay for one destination, or for everything."""
 
     paused: bool
     rate_per_second: float | None = None

@@ -1,4 +1,4 @@
-"""What an operator does to rows: each verb is one operation with a reason, and one line of the operator log.
+"""Operators' verbs on rows: each is one operation with a reason, and one line of the operator log.
 
 The rules begin at docs/contract/send.md#send-83. A verb that the row's state forbids is a `Conflict` that says why.
 """
@@ -12,14 +12,14 @@ import msgspec
 
 from outbox import errors
 from outbox.accepting import to_milliseconds
-from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered
+from outbox.model import HELD, Accepted, Caller, Unanswered
 from outbox.reading import Reader, seq_of
 from outbox.relaying import WalkedPast, report
 from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire import spans
 from postroom._wire.message import PreparedSend, Priority
-from postroom._wire.operations import MAX_IDS, VERBS, Verb
+from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowStatus
 from postroom._wire.sql import load_queries
 from postroom.chassis.store import Store
@@ -28,11 +28,11 @@ from postroom.errors import PostroomError
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 _ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
 _UNANSWERED: Final[tuple[RowStatus, ...]] = ("pending", "dead")  # the states of a row that may be unanswered
-_ASK_SECONDS: Final = 5.0  # below the patience of whoever waits for the verb
+_ASK_SECONDS: Final = 5.0  # below the patience of the operator's client
 _RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule
 
 LookUp = Callable[[Sequence[Unanswered]], Awaitable[Sequence[Accepted | None]]]
-"""Asks the broker for rows: in their order, what it has of each, None where it has it not.
+"""Asks the broker for rows: in their order, what it has of each, None where it does not have it.
 
 Raises `PostroomError` where it cannot be asked, or where a post of one of them may still be under way there.
 """
@@ -59,7 +59,7 @@ class _Row(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Who wants a verb done, and why; with `force` also to a row that the broker may have accepted.
+    """The caller of a verb, and its reason; with `force` also for a row that the broker may have accepted.
 
     `doubt` is why it is not known whether the broker has it.
     """
@@ -77,7 +77,7 @@ class Order(NamedTuple):
 
 
 class Act(NamedTuple):
-    """Do a verb to a row; a requeue's successor may have an id that was chosen, and a patched message."""
+    """Do a verb to a row; a requeue's successor may have a chosen id, and a patched message."""
 
     verb: Verb
     row_id: str
@@ -88,7 +88,7 @@ class Act(NamedTuple):
     rows: int = 2
 
     def run(self, transaction: Transaction) -> str:
-        """Do it; returns the row's id, of a requeue the successor's."""
+        """Do it; returns the row's id, for a requeue the successor's."""
         seq = find_row(transaction.db, self.row_id)
         if seq is None:
             raise errors.row_not_found(self.row_id)
@@ -109,7 +109,7 @@ class Act(NamedTuple):
         return came
 
     def requeue(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
-        """Retire the row and write its successor; returns that one's id, and what the log says of it."""
+        """Retire the row and write its successor; returns its id, and the detail for the log."""
         fresh, successor = transaction.new_ids(2)
         client_message_id = self.new_client_message_id or fresh
         if find_send(transaction.db, client_message_id, transaction.salt) is not None:
@@ -156,11 +156,11 @@ class Act(NamedTuple):
         return self._move(transaction, row, HELD, row.next_attempt_at)
 
     def release(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
-        """Let the row wait for its time again."""
+        """Let the row wait for its next attempt again."""
         return self._move(transaction, row, transaction.lane(row.priority, row.next_attempt_at), row.next_attempt_at)
 
     def flush(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
-        """Make the row due, unless its sender wants it later."""
+        """Make the row due, unless its `not_before` is later."""
         due = max(transaction.now, row.not_before or 0)
         return self._move(transaction, row, transaction.lane(row.priority, due), due)
 
@@ -174,15 +174,15 @@ class Act(NamedTuple):
 EFFECTS: Final[Mapping[Verb, Callable[[Act, Transaction, _Row], tuple[str, str | None]]]] = MappingProxyType(
     {"requeue": Act.requeue, "abort": Act.abort, "hold": Act.hold, "release": Act.release, "flush": Act.flush}
 )
-"""What each verb does to a row; returns the id of what came of it, and what the log says of that."""
+"""What each verb does to a row; returns the id of the resulting row, and the detail for the log."""
 
 
 def _in_a_trace_of_its_own(payload: bytes, client_message_id: str) -> bytes:
-    """Return the payload of a successor: the same, but for a `traceparent`, which becomes that of the requeue."""
+    """Return the payload of a successor: the same, except for a `traceparent`, which becomes that of the requeue."""
     to, before = msgspec.structs.astuple(spans.carried_by(payload))
     if before is None:
         return payload
-    head, _, tail = payload.rpartition(before.encode())  # behind whatever may look the same in `meta`
+    head, _, tail = payload.rpartition(before.encode())  # the last one: `meta` may have the same text
     return head + spans.requeued(to, client_message_id, before).encode() + tail
 
 
@@ -197,7 +197,7 @@ class Control(NamedTuple):
     rows: int = _RESUMED
 
     def run(self, transaction: Transaction) -> None:
-        """Keep it on disk; what waits for its next attempt is due once the relay is resumed."""
+        """Store it; rows that wait for their next attempt are due once the relay is resumed."""
         values = {"destination": self.destination, "paused": self.paused, "rate_per_second": self.rate_per_second}
         transaction.execute(_QUERIES["set_control"], values)
         if not self.paused:
@@ -235,7 +235,7 @@ def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:
 
 
 def reported(numbers: Sequence[int], transaction: Transaction) -> None:
-    """Forget the ends with these numbers: the broker has heard of them."""
+    """Forget the ends with these numbers: they were reported to the broker."""
     transaction.execute(_QUERIES["reported"], (_encode(numbers).decode(),))
 
 
@@ -246,17 +246,17 @@ def log(transaction: Transaction, verb: str, order: Order, row_id: str | None, d
 
 
 class Learned(NamedTuple):
-    """What the broker was found to have, by row id: these rows are done; and why it could not be asked, if so."""
+    """What the broker has, by the ids of the rows, which are done now; and why it could not be asked, if so."""
 
     accepted: dict[str, Accepted]
     doubt: str | None = None
 
 
 class Outcomes:
-    """What became of rows that the broker was sent and did not answer for is asked, never guessed.
+    """Asks for the outcomes of rows that were sent to the broker and not answered; they are never guessed.
 
-    Before a verb retires such a row, the broker is asked for its id. What it has is done; what it has not may be
-    retired; and while it cannot be asked, the row's outcome stays unknown, and only force retires it.
+    Before a verb retires such a row, the broker is asked for its id. A row that it has is done; one that it does not
+    have may be retired; and while it cannot be asked, the outcome stays unknown, and only force retires the row.
     """
 
     def __init__(self, reader: Reader, store: Store, look_up: LookUp | None, changed: Callable[[str], None]) -> None:
@@ -266,7 +266,7 @@ class Outcomes:
         self._changed = changed
 
     async def learn(self, row_ids: Sequence[str]) -> Learned:
-        """Ask for those of the rows whose outcome is unknown; nothing is asked where there is none."""
+        """Ask for those of the rows whose outcome is unknown, if any."""
         rows = await self._reader.unanswered(row_ids)
         if not rows:
             return Learned({})
@@ -287,7 +287,7 @@ class Outcomes:
 
 
 class _Learn(NamedTuple):
-    """Write down what the broker said; a row that was posted again since it was asked is left alone."""
+    """Record what the broker answered; a row that was posted again since then is left alone."""
 
     asked: Sequence[Unanswered]
     found: Sequence[Accepted | None]
@@ -342,7 +342,7 @@ class Bulk(NamedTuple):
             if dry_run:
                 result.done += able
                 able = []
-            elif VERBS[self.verb].retires and order.doubt is None:  # a broker that is away is asked once
+            elif VERBS[self.verb].retires and order.doubt is None:  # an unreachable broker is asked once
                 learned = await self.outcomes.learn(able)
                 order = order._replace(doubt=learned.doubt)
                 for row_id, accepted in learned.accepted.items():

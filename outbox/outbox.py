@@ -1,4 +1,4 @@
-"""The outbox as the rooms above use it: one object that owns the file, its writer and its readers."""
+"""The interface of the outbox for other rooms: one object that owns the file, its writer and its readers."""
 
 import asyncio
 import contextlib
@@ -19,22 +19,21 @@ from outbox.model import (
     NAME,
     SCHEMA,
     Accepted,
-    AcceptedRow,
     Caller,
     ClaimedRow,
     Comparison,
     DoneRow,
     OutboxSettings,
     Post,
-    RowFilter,
     Settlement,
     Verdict,
 )
 from outbox.settled import Prune
 from outbox.transaction import Step
+from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
-from postroom._wire.operations import MAX_IDS, VERBS, Verb
+from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted, when
@@ -48,22 +47,22 @@ _log = structlog.get_logger(__name__)
 _RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
-CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
-_DRAINED_MS: Final = 1000  # since a claim that left nothing due, for which the next one believes it
+CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which other operations wait
+_DRAINED_MS: Final = 1000  # since a claim that left nothing due, in which the next one does not look
 _PATIENCE_SECONDS: Final = 0.02  # for which a patient settlement waits for another transaction
 _CHUNK: Final = 200  # rows that one transaction of a long job may touch
 _DAY_MS: Final = 86_400_000
 _PRUNE_EVERY: Final = 600.0  # seconds
-_PRUNED: Final = 100_000  # rows that one request to prune looks at
+_PRUNED: Final = 100_000  # rows that one request to prune examines
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
 class Outbox(reading.Reader):
     """The durable queue of one daemon (docs/contract/send.md#send-42). Any task of one event loop may call it.
 
-    What a method that writes returns is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is full,
-    503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, `failed` is set
-    and `run_until_failure` ends.
+    A writing method returns once its result is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is
+    full, 503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, `failed`
+    is set and `run_until_failure` ends.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class Outbox(reading.Reader):
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
-        `clock` gives ms since the epoch, and no row is dated before `earliest` by one that nobody has confirmed;
-        `look_up` asks the broker for rows that it did not answer for. Raises `Fatal`: 69 where another process owns
-        the directory, 78 for a file that is damaged or was set aside (it names `postroom outbox recover`), that was
-        recovered with rows missing, unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74
-        while the disk is full or fails.
+        `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `look_up` asks the
+        broker for rows that it did not answer for. Raises `Fatal`: 69 where another process owns the directory, 78 for
+        a file that is damaged or was set aside (it names `postroom outbox recover`), that was recovered with rows
+        missing, unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74 while the disk is
+        full or fails.
         """
         settings = settings or OutboxSettings()
         walked = relaying.WalkedPast()
@@ -208,7 +207,7 @@ class Outbox(reading.Reader):
         At most `limit` rows and `max_bytes` of payload (but at least one row); none whose destination is `excluded`,
         which is meant for the few destinations that an operator paused. May return nothing although rows are due,
         after it walked past many excluded ones; `wait_for_work` then returns at once. Where the last claim left nothing
-        due, and nothing came since, there is no look for a second.
+        due, and nothing came since, it does not look for a second.
         """
         now = self._clock()
         quiet = not self._work.is_set() and (self._next_due is None or self._next_due > now)
@@ -224,7 +223,7 @@ class Outbox(reading.Reader):
             claim = claim._replace(limit=min(limit - len(seqs), CLAIM_AT_ONCE), max_bytes=max_bytes - size, least=0)
             try:
                 result = await self._claim(claim)
-            except PostroomError:  # a full disk, say: what has been claimed must not be forgotten
+            except PostroomError:  # such as a full disk: what has been claimed must not be forgotten
                 break
             seqs += result.seqs
             size += result.size
@@ -245,8 +244,8 @@ class Outbox(reading.Reader):
     ) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed.
 
-        What they are the answers to is `post`, which is kept with the rows that were not accepted. A `patient` one
-        shares the transaction of a send or a claim if one comes soon, unless somebody waits for a row.
+        They are the answers to `post`, which is kept with the rows that were not accepted. A `patient` one shares the
+        transaction of a send or a claim if one comes soon, unless a caller waits for a row.
         """
         patience = _PATIENCE_SECONDS if patient and not self._watchers.any else 0.0
         settled = await self._store.submit(relaying.Settle(settlements, self._walked, post), patience=patience)
@@ -270,7 +269,7 @@ class Outbox(reading.Reader):
         return total
 
     def confirm_clock(self) -> None:
-        """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
+        """Date new rows by the clock until it is set back: a trusted source of the time has agreed with it."""
         self._transactor.confirm_clock()
 
     def when_urged(self, relay: Callable[[], None]) -> None:
@@ -278,7 +277,7 @@ class Outbox(reading.Reader):
         self._urged = relay
 
     async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
-        """Return when a row may be due, as it was written or its time came; after `timeout` seconds at the latest."""
+        """Return when a row may be due, because it was written or its time came, or after `timeout` seconds."""
         if self._next_due is not None:
             timeout = min(timeout, max(0.0, (self._next_due - self._clock()) / 1000))
         await within(timeout, self._work)
@@ -292,7 +291,7 @@ class Outbox(reading.Reader):
         caller: Caller,
         reason: str,
     ) -> None:
-        """Keep on disk that a destination (None for everything) is paused, or goes on at a rate."""
+        """Store that a destination (None for everything) is paused, or continues at a rate."""
         order = operating.Order(caller, reason).checked()
         await self._store.submit(operating.Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
@@ -312,7 +311,7 @@ class Outbox(reading.Reader):
         new_client_message_id: str | None = None,
         patch: PreparedSend | None = None,
     ) -> OutboxRow:
-        """Do `verb` to a row and return that (docs/contract/send.md#send-83); 409 where its state forbids it.
+        """Do `verb` to a row and return the row (docs/contract/send.md#send-83); 409 where its state forbids it.
 
         404 for an unknown row. A row that is to be retired and that the broker did not answer for is looked up there
         first: 409 `already_accepted` where it has it (the row is `done` then), and, without `force`, 409
@@ -320,7 +319,7 @@ class Outbox(reading.Reader):
 
         A requeue returns the successor that is written with it, under `new_client_message_id` or a fresh id, never the
         patch's own. `patch` comes from `_wire.message.prepare`: its payload, destination, priority and fingerprint
-        replace the row's. 409 where the id was ever used, or the payload was pruned.
+        replace the row's. 409 where the id was used before, or the payload was pruned.
         """
         order = operating.Order(caller, reason, force).checked()
         if new_client_message_id is not None:
@@ -348,7 +347,7 @@ class Outbox(reading.Reader):
         dry_run: bool = False,
         cursor: str | None = None,
     ) -> BulkResult:
-        """Do `verb` to every matching row, each in a transaction's own right; a dry run only says which they are.
+        """Do `verb` to every matching row, each as in a transaction of its own; a dry run only lists them.
 
         `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb and those that
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
@@ -362,7 +361,7 @@ class Outbox(reading.Reader):
         return result
 
     async def reported(self, numbers: Sequence[int]) -> None:
-        """Note that the broker has heard of these ends (`unreported`); of a row that ended again since, it has not."""
+        """Note that these ends (`unreported`) were reported; a row that ended again since then is still to be."""
         await self._store.submit(Step(partial(operating.reported, numbers), rows=len(numbers)))
 
     # What the broker's database lost
@@ -379,9 +378,9 @@ class Outbox(reading.Reader):
         found: Sequence[tuple[DoneRow, Accepted | None]],
         lost: Sequence[DoneRow],
     ) -> None:
-        """Write down which rows of a stretch the database has and has not; the comparison goes on after `up_to`.
+        """Record which rows of a stretch the database has and which it lacks; the comparison goes on after `up_to`.
 
-        A row that has other ids there than here was sent again by somebody else, and takes those.
+        A row that has other ids there than here was sent again by another daemon, and takes those.
         """
         there = [(row.seq, *(accepted or (None, None))) for row, accepted in found]
         await self._store.submit(Note(comparison.incarnation, up_to, there, [row.seq for row in lost]))
@@ -389,7 +388,8 @@ class Outbox(reading.Reader):
     async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
         """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
 
-        They are pending again; those whose payload is gone are named, noted in the operator log, and missing no more.
+        They are pending again; those whose payload was pruned are returned, noted in the operator log, and no longer
+        missing.
         """
         order = operating.Order(caller, reason).checked()
         total = Resent([], [], 0)
@@ -415,7 +415,7 @@ class Outbox(reading.Reader):
         return total, last
 
     async def prune_by_age(self) -> None:
-        """Return never; drop the payloads of done and aborted rows once they are older than `keep_payloads`."""
+        """Never return; drop the payloads of done and aborted rows once they are older than `keep_payloads`."""
         while True:
             try:
                 await self._prune(self._clock() - int(self._settings.keep_payloads * _DAY_MS))
@@ -426,7 +426,7 @@ class Outbox(reading.Reader):
     async def _prune(
         self, settled_before_ms: int, after: int | None = 0, slices: int = sys.maxsize
     ) -> tuple[int, int | None]:
-        """Prune in slices, so that nobody waits for long; return how many, and after which row to go on."""
+        """Prune in slices, so that other operations wait briefly; return how many, and after which row to go on."""
         total = 0
         while after is not None and slices:
             pruned, after = await self._store.submit(Prune(settled_before_ms, after, _CHUNK))
@@ -435,7 +435,7 @@ class Outbox(reading.Reader):
 
     @contextlib.asynccontextmanager
     async def backup(self, *, caller: Caller, reason: str) -> AsyncIterator[Backup]:
-        """Make a copy of the whole outbox, payloads too, as it is once this yields; it is there within the block.
+        """Make a copy of the whole outbox, payloads too, as of when this yields; it exists within the block.
 
         The copy holds the line of the operator log about itself. One is made at a time, others are refused.
         """
@@ -451,7 +451,7 @@ class Outbox(reading.Reader):
 
     @property
     def healthy(self) -> bool:
-        """Whether the writer takes operations and gets on with them: what the watchdog and readiness ask."""
+        """Whether the writer takes operations and makes progress, for the watchdog and readiness."""
         return self._store.healthy
 
     @property
@@ -475,12 +475,12 @@ class Outbox(reading.Reader):
         return self._store.failed
 
     async def run_until_failure(self) -> None:
-        """Return never; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""
+        """Never return; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""
         await self._store.failed.wait()
         if self._store.failure is not None:
             raise errors.write_failed(self._store.path, self._store.failure)
 
     def _changed(self, row_id: str) -> None:
-        """Wake whoever waits for work or for this row: it may be due now, or settled."""
+        """Wake the relay, and callers that wait for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])

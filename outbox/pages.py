@@ -1,10 +1,9 @@
-"""The pages of a damaged SQLite file, read without SQLite, which gives up where the first of them is wrong.
+"""The pages of a damaged SQLite file, read without SQLite, which gives up at the first wrong one.
 
-https://www.sqlite.org/fileformat2.html: a page is a leaf of a table or of an index, the way to leaves, a further page
-of a long record, or free. What is promised: every record of a table that lies whole in the file, or in the write-ahead
-log beside it, is found, whichever other bytes are damaged. One may be found more than once, the newest first: after the
-pages that the tables lead to come those that a damaged page of the log should have replaced, and those that no page
-leads to any more.
+https://www.sqlite.org/fileformat2.html: a page is a leaf of a table or of an index, an interior page, an overflow page
+of a long record, or free. The promise: every record of a table that is whole in the file, or in its write-ahead log, is
+found, whichever other bytes are damaged. One may be found more than once, the newest first: after the pages that the
+tables lead to come those that a damaged page of the log should have replaced, and those that no page leads to any more.
 """
 
 import os
@@ -49,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Pages:
-    """A file with the log beside it, page by page."""
+    """A file with its write-ahead log, page by page."""
 
     def __init__(self, database: Path) -> None:
         self._file = os.open(database, os.O_RDONLY | os.O_CLOEXEC)
@@ -74,13 +73,13 @@ class Pages:
             os.close(self._log_file)
 
     def newest(self, number: int) -> bytes:
-        """Return the newest content of a page; raises `Wrong` where there is none."""
+        """Return the newest content of a page; raises `Wrong` for a page that does not exist."""
         if not 0 < number <= self.count:
             raise Wrong
         return self._newest(number)
 
     def older(self, number: int) -> Iterator[bytes]:
-        """Yield what a page held before, where the log has it damaged."""
+        """Yield the earlier contents of a page that is damaged in the log."""
         contents = self._contents(number)
         if any(place in self._unsound for place in self._frames.get(number, ())):
             next(contents)
@@ -93,9 +92,9 @@ class Pages:
             yield read(self._file, (number - 1) * PAGE, PAGE)
 
     def is_current(self, number: int) -> bool:
-        """Tell whether the newest sound content of a page that every transaction writes is of the last one.
+        """Return whether the newest sound content of a page that every transaction writes is of the last one.
 
-        Not so where damaged frames come after it: two together may hide the end of its transaction, and the next.
+        It is not where damaged frames follow it: two together may hide the end of its transaction, and the next one.
         """
         sound = [place for place in self._frames.get(number, ()) if place not in self._unsound]
         later = {place for place in self._unsound if not sound or place > sound[-1]}
@@ -105,14 +104,14 @@ class Pages:
         )
 
     def strays(self) -> Iterator[bytes]:
-        """Yield the contents of frames of the log that do not say which page they are."""
+        """Yield the contents of frames of the log whose page number is damaged."""
         for place in self._strays:
             yield self._log.page_at(place)
 
     def _read_log(self) -> dict[int, list[int]]:
         """Return the places in the log of each page that it holds, the oldest first.
 
-        What came after the last commit was never answered for, and is left out, unless the commit may be what is
+        What follows the last commit was never confirmed to a caller, and is left out, unless the commit itself may be
         damaged.
         """
         frames: dict[int, list[int]] = {}
@@ -137,7 +136,7 @@ class Pages:
 
 
 class Records:
-    """What lies in the pages that these roots lead to, and in those that none leads to any more.
+    """The records in the pages that these roots lead to, and in those that no page leads to any more.
 
     `roots` says of each whether it is a table's; the others are indexes'.
     """
@@ -167,7 +166,7 @@ class Records:
             yield from (row for row in self._rows_of(content) if row.shape == shape)
 
     def keys(self, root: int) -> Iterator[list[Record]]:
-        """Yield the keys of an index, those of one page together, as far as the way to them can be gone."""
+        """Yield the keys of an index, those of one page together, as far as sound pages lead to them."""
         waiting, reached = [root], {0}
         while waiting:
             number = waiting.pop()
@@ -235,7 +234,7 @@ class Records:
         return free if len(free) == count else None
 
     def _rows_of(self, content: bytes) -> Iterator[Row]:
-        """Yield the rows of a page: those its pointers lead to, and where they do not add up, all that lie in it."""
+        """Yield the rows of a page: those of its pointers, and where those do not add up, all that can be found."""
         found: set[int] = set()
         if content[0] == _TABLE_LEAF:
             for cell in _pointers(content):
@@ -249,7 +248,7 @@ class Records:
                 yield row
 
     def _row(self, content: bytes, cell: int) -> Row | None:
-        """Return the row in this cell, None where there is none of these shapes."""
+        """Return the row in this cell, None where it has none of these shapes."""
         try:
             size, after = _varint(content, cell)
             rowid, after = _varint(content, after)
@@ -303,7 +302,7 @@ def _children(content: bytes) -> Iterator[int]:
 
 
 def _adds_up(content: bytes) -> bool:
-    """Tell whether a page has as many cells as it says: each byte of its content is of a cell, or counted as free."""
+    """Return whether a page has as many cells as it says, and each byte of its content is in a cell or free."""
     way = content[0] in (_TABLE_WAY, _INDEX_WAY)
     index = content[0] in (_INDEX_WAY, _INDEX_LEAF)
     cells = list(_pointers(content))

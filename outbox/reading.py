@@ -1,4 +1,4 @@
-"""Reading the outbox beside its writer: read-only, one short transaction at a time, so that the WAL can be emptied.
+"""Reading the outbox while it is written: read-only, one short transaction at a time, so that the WAL can be emptied.
 
 And waiting until a row settles.
 """
@@ -21,14 +21,13 @@ from outbox.model import (
     Missing,
     OutboxCounts,
     RelayControl,
-    RowFilter,
     Unanswered,
     to_datetime,
 )
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, find_send, read_salt, text_of, unpack
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
-from postroom._wire.operations import VERBS
+from postroom._wire.operations import VERBS, RowFilter
 from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
@@ -40,7 +39,7 @@ _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
 PAGE_ROWS: Final = 100
 _PAGE_ROWS: Final = 500  # of `pages`
-_SCAN: Final = 2000  # rows that one short read transaction looks at
+_SCAN: Final = 2000  # rows that one short read transaction examines
 _COMPARED_AT_ONCE: Final = 500  # rows
 _SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
 _WALKS: Final = {"pending": "walk_pending", "inflight": "walk_status", "dead": "walk_status"}
@@ -72,7 +71,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Reader:
-    """Answers questions about rows; `clock` gives ms since the epoch."""
+    """Reads rows; `clock` returns ms since the epoch."""
 
     def __init__(self, store: Store, clock: Callable[[], int]) -> None:
         self._store = store
@@ -92,7 +91,7 @@ class Reader:
         return await self._read(read)
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
-        """Return the rows of these sends, in any order; where an id is free there is none."""
+        """Return the rows of these sends, in any order, without one for an id that is free."""
         ids = list(client_message_ids)
 
         def read(db: sqlite3.Connection) -> list[OutboxRow]:
@@ -144,7 +143,7 @@ class Reader:
         return LogPage(lines=lines, next_cursor=rows[-2][0] if len(rows) > query.limit else None)
 
     async def unreported(self, limit: int) -> tuple[list[int], list[EndedRow]]:
-        """Return the numbers and the rows of the next ends that the broker has not heard of, the oldest first."""
+        """Return the numbers and the rows of the next ends to report to the broker, the oldest first."""
 
         def read(db: sqlite3.Connection) -> tuple[list[int], list[EndedRow]]:
             found = db.execute(_QUERIES["unreported"], (limit,)).fetchall()
@@ -160,7 +159,7 @@ class Reader:
         return await self._read(read)
 
     async def last_seq(self) -> int:
-        """Return the `seq` of the youngest row, 0 where there is none."""
+        """Return the `seq` of the youngest row, 0 for an empty outbox."""
         return await self._store.read(lambda db: int(_value(db, "last_seq", ())))
 
     async def list_rows(self, row_filter: RowFilter, cursor: str | None = None, limit: int = PAGE_ROWS) -> OutboxPage:
@@ -222,7 +221,7 @@ class Reader:
         return None if found is None else Comparison(*found)
 
     async def last_history_id(self) -> int:
-        """Return the number that the broker gave the last done row, 0 where there is none."""
+        """Return the number that the broker gave the last done row, 0 without one."""
         return await self._store.read(lambda db: int(db.execute(_COMPARING["last_history_id"]).fetchone()[0]))
 
     async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
@@ -241,7 +240,7 @@ class Reader:
         return await self._store.read(partial(read_claimed, seqs))
 
     async def counts(self) -> OutboxCounts:
-        """Return the kept counters and the sizes on disk."""
+        """Return the stored counters and the sizes on disk."""
         now = self._clock()
 
         def read(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
@@ -262,7 +261,7 @@ class Reader:
         )
 
     async def relay_controls(self) -> dict[str, RelayControl]:
-        """Return what operators told the relay, by destination ('' for everything)."""
+        """Return operators' settings of the relay, by destination ('' for everything)."""
         rows = await self._store.read(lambda db: db.execute(_QUERIES["controls"]).fetchall())
         return {destination: RelayControl(bool(paused), rate) for destination, paused, rate in rows}
 
@@ -315,7 +314,7 @@ def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) ->
 
 
 def seq_of(cursor: str | None) -> int:
-    """Read a cursor as the `seq` of the last row of a page, 0 where there is none; raises `InvalidMessage`."""
+    """Read a cursor, the `seq` of the last row of a page; 0 without one. Raises `InvalidMessage`."""
     if cursor is None:
         return 0
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
@@ -332,19 +331,19 @@ class AllSettled(asyncio.Event):
 
 
 class Watchers:
-    """Events by row id. Costs nothing while nobody waits."""
+    """The events of callers that wait for rows, by row id."""
 
     def __init__(self) -> None:
         self._events: dict[str, set[AllSettled]] = {}
 
     @property
     def any(self) -> bool:
-        """Whether anybody waits for a row."""
+        """Whether a caller waits for a row."""
         return bool(self._events)
 
     @contextmanager
     def watch(self, *row_ids: str) -> Iterator[AllSettled]:
-        """Register for as long as the block runs; look at the rows once more inside it, before waiting."""
+        """Register for the block; the caller checks the rows once more inside it, before it waits."""
         event = AllSettled(row_ids)
         for row_id in row_ids:
             self._events.setdefault(row_id, set()).add(event)
@@ -358,7 +357,7 @@ class Watchers:
                     self._events.pop(row_id, None)
 
     def settled(self, row_ids: Iterable[str]) -> None:
-        """Wake whoever waits for these rows and for no others any more."""
+        """Note that these rows have settled, and wake the callers that wait for no other rows."""
         if self._events:
             for row_id in row_ids:
                 for event in self._events.get(row_id, ()):

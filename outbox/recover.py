@@ -1,14 +1,14 @@
 """Save what can be read of a damaged outbox into a new file: `postroom outbox recover`, on a stopped daemon.
 
 The damaged files are renamed once the new file is whole, never overwritten, never changed. Their pages are read
-without SQLite (outbox/pages.py), so that any of them may be damaged: every row that lies whole in them is in the new
-file. An id whose row is lost is kept used where an index or a part of the row still has it
-(docs/contract/send.md#send-96). How many rows there were is said by the counters, else by the highest number that any
-row or index has; where neither can be believed it is unknown, and no recovery with anything missing ends like one
-without (`outbox_recovery` in schema.sql).
+without SQLite (outbox/pages.py), so that any of them may be damaged: every row that is whole in them is in the new
+file. An id whose row is lost stays used where an index or a part of the row still has it
+(docs/contract/send.md#send-96). The number of rows comes from the counters, else from the highest number in any row or
+index; where neither can be trusted it is unknown, and a recovery with anything missing differs from one without
+(`outbox_recovery` in schema.sql).
 
-A row is known by how many columns its table has. So no step of the schema adds a column to a table that there is, and a
-file that a later release has written is refused: the rows of its new tables would be left out without a word.
+A row is recognised by the number of columns of its table. So no step of the schema adds a column to an existing table,
+and a file that a later release has written is refused: the rows of its new tables would be left out silently.
 """
 
 import contextlib
@@ -53,11 +53,11 @@ T = TypeVar("T")
 
 
 class Recovery(NamedTuple):
-    """What was saved, what is missing, and where the damaged file lies now."""
+    """What was saved, what is missing, and where the damaged file is now."""
 
     damaged: Path
     saved: int  # rows
-    missing: int | None  # rows that were written and could not be saved; None where nothing says how many
+    missing: int | None  # rows that were written and could not be saved; None where their number is unknown
     buried: int  # of them: their ids stay used
     log_lines: int
     lost_log_lines: int
@@ -72,7 +72,7 @@ class Recovery(NamedTuple):
 _Time = Annotated[int, Meta(ge=0, lt=2**53)]  # ms since the epoch
 _Number = Annotated[int, Meta(ge=0, lt=2**53)]
 _Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:~-]{1,160}\Z")]
-_Packed = Any  # str or bytes, which msgspec does not tell apart
+_Packed = Any  # str or bytes, which msgspec cannot distinguish
 _Owner = Annotated[str, Meta(pattern=r"\A-?[0-9]{1,10}:-?[0-9]{1,10}\Z")]
 _Fingerprint = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Priority = Literal["now", "next", "low"]
@@ -155,7 +155,7 @@ _Control = tuple[str, Literal[0, 1], float | None]
 _Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
 _Key = tuple[int, _Number]  # the same of a moved row, by its key
 
-_NOBODY: Final[_Shared] = ("", "next", "-1:-1", "")
+_UNKNOWN: Final[_Shared] = ("", "next", "-1:-1", "")
 
 
 def _fingerprint_of(payload: bytes | None) -> bytes | None:
@@ -167,19 +167,19 @@ def _fingerprint_of(payload: bytes | None) -> bytes | None:
 
 
 def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
-    """Save the rows of the outbox of `directory` into a new file, set the old one aside, and put the new in its place.
+    """Save the rows of the outbox of `directory` into a new file, set the old one aside, and replace it.
 
     The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
     was. After a kill between the two, the next call saves from what was set aside.
 
     Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, or one that a later release has written,
-    75 on a full disk, 74 on one that fails.
+    75 on a full disk, 74 on a failing one.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
         source = file.path
-        if not source.exists():  # a kill left none: what was set aside has the rows, with what stayed behind of it
+        if not source.exists():  # after a kill: the file that was set aside has the rows, and its log may still be here
             if file.damaged is None:
                 raise Fatal(
                     Exit.CONFIG, f"there is no outbox in {file.path.parent}: check state_directory in the config"
@@ -201,7 +201,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
 
 
 def _refuse_later(pages: Pages, source: Path) -> None:
-    """Raise `Fatal` (78) where a later release wrote the file; a first page that is damaged says nothing."""
+    """Raise `Fatal` (78) where a later release wrote the file; a damaged first page is ignored."""
     try:
         mark, version, application = _HEADER.unpack_from(pages.newest(1))
     except Wrong:
@@ -215,7 +215,7 @@ def _refuse_later(pages: Pages, source: Path) -> None:
 
 
 def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
-    """Fill a new file beside the database; return it, whole and on disk."""
+    """Fill a new file next to the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
     with contextlib.closing(Pages(source)) as pages:
         _refuse_later(pages, source)
@@ -238,7 +238,7 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
 
 
 class _Salvage:
-    """Fills a new file from the pages of a damaged one, in which tables and indexes have the places they have here."""
+    """Fills a new file from the pages of a damaged one, whose tables and indexes have the same root pages."""
 
     def __init__(self, pages: Pages, new: sqlite3.Connection, now: int) -> None:
         self._pages = pages
@@ -263,8 +263,8 @@ class _Salvage:
         shared |= {number: tuple(row) for (*row, number), sound in indexed if sound}
         for row in self._rows("outbox_settled", _Moved):
             if row.checksum == checksum_of(astuple(row)[:-1]):
-                self._moved += self._write_moved(row, shared.get(row.common, _NOBODY))
-        for seq, payload in self._rows("outbox_payload", _Payload):  # those without a row go again
+                self._moved += self._write_moved(row, shared.get(row.common, _UNKNOWN))
+        for seq, payload in self._rows("outbox_payload", _Payload):  # those without a row are deleted below
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 msgspec.json.decode(payload, type=Envelope)
                 self._new.execute(_QUERIES["keep_payload"], (seq, payload))
@@ -306,11 +306,11 @@ class _Salvage:
             yield from in_order(keys)
 
     def _is_number(self, value: int) -> bool:
-        """Tell whether something may have this number: each takes some of the file, for ever."""
+        """Return whether something may have this number: each takes some of the file, permanently."""
         return 0 < value <= max(1_000_000, self._pages.count * wal.PAGE // _LEAST_OF_ROW)
 
     def _read_indexes(self) -> None:
-        """Note what the indexes say of each number."""
+        """Note what the indexes have of each number."""
         self._new.execute(_QUERIES["create_indexed"])
         for query, name in (("indexed_name", "sqlite_autoindex_outbox_2"), ("indexed_id", "sqlite_autoindex_outbox_1")):
             for (text, seq), sound in self._keys(name, _Entry):
@@ -322,7 +322,7 @@ class _Salvage:
                 self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], seq)
 
     def _write_moved(self, row: _Moved, shared: _Shared) -> bool:
-        """Write a row as one that was moved; says whether it was whole, and not there before."""
+        """Write a row as a moved one; return whether it was whole, and new."""
         ids = (row.id, row.client_message_id, row.broker_message_id or "")
         if not all(isinstance(each, str) or (isinstance(each, bytes) and len(each) in PACKED_BYTES) for each in ids):
             return False
@@ -338,7 +338,7 @@ class _Salvage:
         return True
 
     def _is_kept(self, seq: int, client_message_id: str) -> bool:
-        """Tell whether the new file has a row with this number, or with this id."""
+        """Return whether the new file has a row with this number, or with this id."""
         (kept,) = self._new.execute(_QUERIES["is_kept"], (seq, client_message_id)).fetchone()
         return bool(kept or find_moved(self._new, [client_message_id], self._salt))
 
@@ -347,7 +347,7 @@ class _Salvage:
         rows: Iterator[_Live] = self._rows("outbox", _Live)
         sample = list(islice(rows, _SAMPLE))
         computed = sum(_fingerprint_of(self._payload(row)) == row.request_fingerprint for row in sample)
-        strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and tell nothing
+        strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and prove nothing
         return sum(self._keep_row(row, strict=strict) for row in chain(sample, rows))
 
     def _keep_row(self, row: _Live, *, strict: bool) -> bool:
@@ -361,7 +361,7 @@ class _Salvage:
         fingerprint = _fingerprint_of(payload) if strict else row.request_fingerprint
         if payload is None or fingerprint is None:  # the message is damaged
             return self._keep_without_message(row)
-        if fingerprint != row.request_fingerprint:  # either is, or the row itself: nobody can tell
+        if fingerprint != row.request_fingerprint:  # the message, the fingerprint or another column is damaged
             self._without_message.setdefault(row.seq, row)
             return False
         try:
@@ -376,7 +376,7 @@ class _Salvage:
         return True
 
     def _keep_without_message(self, row: _Live) -> bool:
-        """Keep what is left of a row: one that is done or aborted needs no message."""
+        """Keep the rest of a row whose message is lost: one that is done or aborted needs none."""
         settled_at = row.delivered_at if row.status == "done" else row.aborted_at if row.status == "aborted" else None
         if settled_at is None:
             self._without_message.setdefault(row.seq, row)
@@ -400,10 +400,10 @@ class _Salvage:
         return found[0] if found is not None and len(found[0]) == row.payload_bytes else None
 
     def _missing(self, saved: int) -> int | None:
-        """Return how many rows there were beyond those saved, None where neither counters nor numbers tell.
+        """Return how many rows there were beyond those saved, None where neither counters nor numbers are reliable.
 
-        Counters are believed where all of them fit what was found: rows that are missing took room. A number is
-        believed where two of the tables and indexes know of one as high.
+        Counters are trusted where all of them fit what was found: rows that are missing took room. A number is trusted
+        where two of the tables and indexes have one as high.
         """
         if not self._pages.is_current(self._roots["tally"]):
             return None
@@ -420,7 +420,7 @@ class _Salvage:
         return max(0, highest[0] - saved) if highest[0] else None
 
     def _bury(self) -> int:
-        """Keep the ids used whose rows are lost, as far as they are known; returns how many."""
+        """Keep the known ids of lost rows used; returns how many."""
         buried = 0
         for _, row in sorted(self._without_message.items()):
             moved = replace(self._as_moved(row, self._now), aborted_by="auto")
@@ -430,11 +430,11 @@ class _Salvage:
                 before = self._new.execute(_QUERIES["id_before"], {"seq": seq}).fetchone()  # ids grow with numbers
                 row_id = known or following(text_of(before[0]) if before else "0" * 26)
                 lost = _Moved(seq, pack(row_id), pack(name), bytes(32), 0, 0, self._now, 0, 0, aborted_by="auto")
-                buried += self._write_moved(lost, (*_NOBODY[:3], _DAMAGED))
+                buried += self._write_moved(lost, (*_UNKNOWN[:3], _DAMAGED))
         return buried
 
     def _as_moved(self, row: _Live, settled_at: int) -> _Moved:
-        """Return what of a row any moved one has."""
+        """Return the columns of a row that every moved row has."""
         return _Moved(
             row.seq,
             pack(row.id),

@@ -32,9 +32,9 @@ class ClaimResult(NamedTuple):
 
 
 class WalkedPast:
-    """Up to where each lane holds nothing but rows of excluded destinations, so that no claim walks there twice.
+    """The `seq` up to which each lane has only rows of excluded destinations, so that no claim walks there twice.
 
-    Only the writer's thread uses it. Whoever puts an older row back into a lane calls `forget`.
+    Only the writer's thread uses it. An operation that puts an older row back into a lane calls `forget`.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class Claim(NamedTuple):
         return self.limit
 
     def run(self, transaction: Transaction) -> ClaimResult:
-        """Claim: one transaction, `pending` to `inflight`; `read_claimed` gets the rows after it.
+        """Claim: one transaction, `pending` to `inflight`; `read_claimed` reads the rows after it.
 
-        Everybody waits while this runs, and reading takes as long as writing; what is inflight does not change.
+        Other operations wait while this runs, and reading takes as long as writing; inflight rows do not change.
         """
         woken = transaction.execute(_QUERIES["wake"], {"now": transaction.now, "limit": self.limit})
         if woken:
@@ -109,7 +109,7 @@ class Claim(NamedTuple):
                     return chosen, size, True
                 size += payload_bytes
                 chosen.append(seq)
-            if last is not None:  # not before all that was found there is taken
+            if last is not None:  # only once everything found there is taken
                 self.walked.walked(lane, last)
             if len(chosen) == self.limit:
                 return chosen, size, True
@@ -117,9 +117,9 @@ class Claim(NamedTuple):
 
 
 def shorten_waits(transaction: Transaction, walked: WalkedPast, *, seen: bool) -> None:
-    """Let no row wait until the time of its next attempt by a clock that was ahead when it was set.
+    """Shorten the waits of rows whose next attempt was set by a clock that was ahead.
 
-    Where the clock was `seen` to be set back, that is every row; at a start it may be none.
+    Where the clock was `seen` to be set back, that is every row; at a start only those that wait impossibly long.
     """
     latest = transaction.now + (0 if seen else _LONGEST_WAIT)
     if transaction.execute(_QUERIES["shorten_waits"], {"now": transaction.now, "latest": latest}):
@@ -127,7 +127,7 @@ def shorten_waits(transaction: Transaction, walked: WalkedPast, *, seen: bool) -
 
 
 class Settle(NamedTuple):
-    """Apply the broker's answers; a row that is not `inflight` any more is left alone."""
+    """Apply the broker's answers; a row that is no longer `inflight` is left alone."""
 
     settlements: Sequence[Settlement]
     walked: WalkedPast
@@ -178,7 +178,7 @@ class Expire(NamedTuple):
     """Give up the rows that were due before a moment among the next `scan` rows of each lane.
 
     A row's age counts from `not_before` where that is later than `enqueued_at`. A lane is in the order of
-    `enqueued_at`, so a walk goes on past rows that were meant for later, until it meets one that was enqueued later.
+    `enqueued_at`, so a walk goes on past rows with a later `not_before`, until it meets one that was enqueued later.
     """
 
     before: int  # ms since the epoch
@@ -209,12 +209,12 @@ class Expire(NamedTuple):
 
 
 def report(transaction: Transaction, row_ids: Sequence[str]) -> None:
-    """Have the broker hear of how these rows ended (docs/contract/operate.md#operate-64)."""
+    """Queue a report to the broker of how these rows ended (docs/contract/operate.md#operate-64)."""
     transaction.execute(_QUERIES["to_report"], {"ids": _encode(row_ids).decode()})
 
 
 def reclaim(transaction: Transaction) -> None:
-    """Make what was inflight at a start pending again, with one attempt more (docs/contract/send.md#send-76)."""
+    """Make rows that were inflight at a start pending again, with one more attempt (docs/contract/send.md#send-76)."""
     noted = {**Post(transaction.now, 0, "")._asdict(), "answers": transaction.value(_QUERIES["interrupted"])}
     transaction.execute(_QUERIES["note_failed_posts"], noted)
     changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})

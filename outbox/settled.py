@@ -1,11 +1,11 @@
 """What is kept of a settled row whose payload was removed: some 140 bytes (docs/contract/send.md#send-56).
 
-`Prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones, whatever their
-size; emptied in their place, small payloads would free nothing.
+`Prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones of any size; if
+they were emptied in place, small payloads would free nothing.
 
 ULIDs and UUIDs are packed. A client_message_id is found by its key: five of its characters, so that ids that follow one
-another lie together, and a hash of all of it. A row's own id needs no index: such ids grow from row to row
-(`Transactor` sees to it over restarts), so they are searched for by halves.
+another are stored together, and a hash of all of it. A row's own id needs no index: such ids grow from row to row
+(`Transactor` ensures that across restarts), so a binary search finds them.
 """
 
 import re
@@ -72,7 +72,7 @@ _decode_prunable: Final = msgspec.json.Decoder(list[_Prunable]).decode
 class Prune(NamedTuple):
     """Drop the payloads of the done and aborted rows among the next `rows` of them after `after`, and move the rows.
 
-    Only what settled before `settled_before` (ms since the epoch) goes.
+    Only those that settled before `settled_before` (ms since the epoch) are moved.
     """
 
     settled_before: int
@@ -138,13 +138,13 @@ def checksum_of(values: tuple[object, ...]) -> int:
 
 
 def read_salt(db: sqlite3.Connection) -> bytes:
-    """Return what the keys of the file are made with."""
+    """Return the salt of the keys of the file."""
     salt: bytes = db.execute(QUERIES["salt"]).fetchone()[0]
     return salt
 
 
 def last_id(db: sqlite3.Connection) -> str:
-    """Return the id of the newest row, "" where there is none."""
+    """Return the id of the newest row, "" for an empty outbox."""
     found = db.execute(QUERIES["last_id"]).fetchone()
     return "" if found is None else text_of(found[0])
 
@@ -181,7 +181,7 @@ def find_moved(db: sqlite3.Connection, client_message_ids: Sequence[str], salt: 
 
 
 def answers(db: sqlite3.Connection, seqs: Sequence[int]) -> list[Existing]:
-    """Return what a send under the id of one of these moved rows is told."""
+    """Return these moved rows, for the answers to sends under their ids."""
     (found,) = db.execute(QUERIES["answers"], (_encode(seqs).decode(),)).fetchone()
     return [
         row._replace(
@@ -221,7 +221,7 @@ def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:
 
 
 def pack(text: str) -> str | bytes:
-    """Return an id as it is kept: ULIDs and UUIDs as bytes."""
+    """Return an id as it is stored: ULIDs and UUIDs as bytes."""
     if len(text) == _ULID_LENGTH and _ULID(text):
         return int(text.encode().translate(_FROM_CROCKFORD), 32).to_bytes(_ULID_BYTES, "big")
     if len(text) == _UUID_LENGTH and _UUID(text):
@@ -230,7 +230,7 @@ def pack(text: str) -> str | bytes:
 
 
 def text_of(kept: str | bytes) -> str:
-    """Return the id that `_pack` made this of."""
+    """Return the id that `pack` made this of."""
     if isinstance(kept, str):
         return kept
     if len(kept) > _ULID_BYTES:
@@ -240,5 +240,5 @@ def text_of(kept: str | bytes) -> str:
 
 
 def unpack(shown: str) -> str:
-    """Return the id that a view shows so, packed or not."""
+    """Return an id from how a view shows it, packed or not."""
     return text_of(bytes.fromhex(shown[1:])) if shown.startswith(_PACKED) else shown

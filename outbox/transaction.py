@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Space(NamedTuple):
-    """What of the file is used by what, in bytes as `room_of` counts them, and what numbers go on from."""
+    """The use of the file, in bytes as `room_of` counts them, and the next number and key."""
 
     waiting: int  # pending, inflight and dead rows: what max_bytes limits
     kept: int  # done and aborted rows that still have their payload
@@ -37,18 +37,18 @@ class Space(NamedTuple):
 
 
 def headroom_of(max_bytes: int, space: Space) -> int:
-    """Return how much room new rows may still take: what is done never counts, since it makes room for them."""
+    """Return how much room new rows may still take: done rows never count, since they make room for new ones."""
     return int(max_bytes * FULL_AT) - space.waiting
 
 
 def read_space(db: sqlite3.Connection) -> Space:
-    """Return what of the file is used."""
+    """Return the use of the file."""
     waiting, kept, moved, newest, newest_moved, highest_key = db.execute(_QUERIES["space"]).fetchone()
     return Space(waiting, kept, moved, newest_moved + 1 if newest_moved > newest else None, highest_key)
 
 
 def last_dated(db: sqlite3.Connection) -> int:
-    """Return when the newest row was enqueued, in ms since the epoch; 0 where there is none."""
+    """Return when the newest row was enqueued, in ms since the epoch; 0 for an empty outbox."""
     (dated,) = db.execute(_QUERIES["dated"]).fetchone()
     return int(dated)
 
@@ -56,8 +56,8 @@ def last_dated(db: sqlite3.Connection) -> int:
 class Transaction:
     """What an operation runs in. `now` is one moment for all of it, in ms since the epoch.
 
-    `dated` is when rows are enqueued that it writes: `now`, but never before the last one while nobody knows whether
-    the clock is right. A row that a clock dated years back would be too old to be sent as soon as the clock is right.
+    `dated` is when the rows that it writes are enqueued: `now`, but never before the last one while the clock is not
+    confirmed. A row that a wrong clock dated years back would be too old to be sent once the clock is right.
     """
 
     __slots__ = (
@@ -99,12 +99,12 @@ class Transaction:
 
     @property
     def headroom(self) -> int:
-        """How much room new rows may still take: what is done never counts, since it makes room for them."""
+        """How much room new rows may still take."""
         return headroom_of(self.max_bytes, self.space)
 
     @property
     def space(self) -> Space:
-        """What of the file is used now."""
+        """The current use of the file."""
         waiting, kept, moved, *_ = self._space
         changes = self._changes
         return Space(
@@ -116,7 +116,7 @@ class Transaction:
         )
 
     def lane(self, priority: Priority, due: int) -> int:
-        """Return where a pending row waits that nobody holds: the column `lane`, see schema.sql; `due` is in ms."""
+        """Return the lane of a pending row that is not held, see schema.sql; `due` is in ms."""
         return WAITING if due > self.now else DUE[priority]
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> int:
@@ -146,7 +146,7 @@ class Transaction:
         self.logged_bytes += payload_bytes
 
     def changed(self, before: RowStatus, after: RowStatus, rows: int, settled_room: int = 0) -> None:
-        """Count `rows` that went from one state to another; `settled_room` is theirs where they wait no more."""
+        """Count `rows` that went from one state to another; `settled_room` is theirs where they no longer wait."""
         self._changes[before] -= rows
         self._changes[after] += rows
         self._changes["waiting_room"] -= settled_room
@@ -161,7 +161,7 @@ class Transaction:
         self.logged_bytes += 2 * rows * _MOVED_BYTES
 
     def write_counters(self) -> None:
-        """Add what was counted to the kept counters, in one statement."""
+        """Add what was counted to the stored counters, in one statement."""
         if any(self._changes.values()):
             self.db.execute(_QUERIES["count"], {name: self._changes[name] for name in _COUNTERS})
 

@@ -1,13 +1,13 @@
-"""What the store's thread does for the outbox: which operations share a transaction, and what they run in.
+"""The outbox's part of the store's thread: which operations share a transaction, and what they run in.
 
-A group runs without savepoints, which would cost two steps an operation. If anything but a `PostroomError` goes wrong
-before the commit, every operation of it, every send, runs again in a transaction of its own, and what is at fault
-fails alone (docs/contract/send.md#send-43). A transaction is few steps of SQLite, each of which gives the interpreter
-lock away and waits to get it back from a busy loop.
+A group runs without savepoints, which would cost two steps an operation. If anything but a `PostroomError` is raised
+before the commit, every operation of it, every send, runs again in a transaction of its own, and the one at fault fails
+alone (docs/contract/send.md#send-43). A transaction is few steps of SQLite, each of which releases the interpreter lock
+and waits to get it back from a busy loop.
 
-Whose operations wait is looked at before a group is made: where there are several callers each has its part of it, in
-rotation, and none more than `PART_ROWS`, so that a caller with a few large batches does not make the others wait for
-all of them. A caller that is alone fills the group.
+A group is shared by the callers that wait: where there are several each has its part, in rotation, and none more than
+`PART_ROWS`, so that a caller with a few large batches does not make the others wait for all of them. A caller that is
+alone fills the group.
 """
 
 import sqlite3
@@ -32,23 +32,23 @@ from postroom.errors import PostroomError
 
 _WARN_AT: Final = 0.8  # of max_bytes
 _LEAST_PAYLOAD: Final = len('{"to":"dm:a"}')
-PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
-_PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
-_SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
-_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows go before their time, between sends
+PART_ROWS: Final = 64  # of a group that one caller may fill while there are others: a millisecond
+_PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as present
+_SET_BACK: Final = 60_000  # ms that the clock may go back before the waits of rows are checked
+_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows are pruned early, between sends
 _PRESSING_AT: Final = 0.95  # of max_bytes: from here on sends wait for that
 _PAUSE_SECONDS: Final = 0.1  # since the last send: to prune a row costs the processor as much as to accept one
 _ENOUGH_AT: Final = 0.8  # of max_bytes: until this much is left
-_PRUNED_AT_ONCE: Final = 200  # rows: some 2 ms for which everybody waits
+_PRUNED_AT_ONCE: Final = 200  # rows: some 2 ms for which operations wait
 _PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
-_PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that could not be
+_PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that failed
 _EVER: Final = 2**62  # ms since the epoch
 
 _log = structlog.get_logger(__name__)
 
 
 class Queue(store.Queue):
-    """What waits, in a line for each caller."""
+    """The operations that wait, in a line for each caller."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ class Queue(store.Queue):
                 group.append(line.popleft())
                 del self._lines[caller]
                 if line:
-                    self._lines[caller] = line  # behind the others, whom the next group may have room for first
+                    self._lines[caller] = line  # after the others, which come first in the next group
                 taken[caller] = taken.get(caller, 0) + size
                 rows += size
                 going = True
         return self.take_patient() + sorted(group, key=itemgetter(0))
 
     def _take_of_one(self, most: int) -> list[Waiting]:
-        """Take as much where one caller alone waits."""
+        """Take operations where only one caller waits."""
         ((caller, line),) = self._lines.items()
         group = [line.popleft()]
         rows = group[0].operation.rows
@@ -147,20 +147,20 @@ class Transactor(store.Transactor):
         self._last_id = ""  # of a row
         self._accepted_at = 0.0  # by the monotonic clock
         self._short = self._pressing = False
-        self._added = 0  # bytes of room that were taken since there was a look at what is left
+        self._added = 0  # bytes of room that were taken since the last chores
         self._prune_after = 0.0  # by the monotonic clock
         self._warned = False
-        self.space = Space(0, 0, 0)  # what of the file is used, after the last transaction
+        self.space = Space(0, 0, 0)  # the use of the file after the last transaction
 
     def start(self, db: sqlite3.Connection) -> None:
-        """Read what it needs to know of the file; comes before everything else."""
+        """Read the state of the file, before everything else."""
         self._salt = read_salt(db)
         self._last_id = last_id(db)
         self._dated = max(self._dated, last_dated(db))
         self.space = read_space(db)
 
     def confirm_clock(self) -> None:
-        """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
+        """Date new rows by the clock until it is set back: a trusted source of the time has agreed with it."""
         self._clock_is_confirmed = True
 
     def transact(self, db: sqlite3.Connection, group: Sequence[Operation[Any]]) -> list[Outcome]:
@@ -215,7 +215,7 @@ class Transactor(store.Transactor):
 
     @property
     def filling_up(self) -> bool:
-        """Whether the rows that wait take so much room that there will soon be none."""
+        """Whether the waiting rows take so much room that there will soon be none."""
         return self.space.waiting > self._max_bytes * _WARN_AT
 
     @property
@@ -242,7 +242,7 @@ class Transactor(store.Transactor):
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is too little room and something that need not be kept, and it is time to make some."""
+        """Whether room is short, something can be pruned, and it is time to."""
         used = (self.space.waiting + self.space.kept) / self._max_bytes
         kept, now = self.space.kept > 0, time.monotonic()
         self._short = kept and used > (_ENOUGH_AT if self._short else _SHORT_AT)
@@ -252,13 +252,13 @@ class Transactor(store.Transactor):
 
     @property
     def chores_in(self) -> float | None:
-        """Where room is short, there are some after the last send."""
+        """The pause after the last send, where room is short."""
         return _PAUSE_SECONDS if self._short else None
 
     def do_chores(self, db: sqlite3.Connection) -> None:
         """Where room is short, make some in a slice; where it is pressing, twice the room that was added, in slices.
 
-        Whoever waits meanwhile waits for a slice, or for as many as take `_PRUNE_SECONDS`.
+        Operations wait for one slice, or for as many as take `_PRUNE_SECONDS`.
         """
         added, self._added = self._added, 0
         made, until = 0, time.monotonic() + _PRUNE_SECONDS

@@ -63,10 +63,10 @@ SELECT count(*), count(outbox_settled.seq) FROM outbox_missing LEFT JOIN outbox_
 
 -- name: next
 -- The next rows that the database does not have: what they were there, where the payload is kept; else their ids alone.
-SELECT missing.seq, outbox.id, outbox.broker_message_id, outbox.history_id, gone.id, gone.client_message_id
+SELECT missing.seq, outbox.id, outbox.broker_message_id, outbox.history_id, pruned.id, pruned.client_message_id
 FROM outbox_missing AS missing
 LEFT JOIN outbox USING (seq)
-LEFT JOIN outbox_settled AS gone USING (seq)
+LEFT JOIN outbox_settled AS pruned USING (seq)
 WHERE missing.seq > :after ORDER BY missing.seq LIMIT :limit;
 
 -- name: room

@@ -71,7 +71,7 @@ INSERT INTO operator_log (at, verb, actor, reason, row_id, detail)
 VALUES (:at, :verb, :actor, :reason, :row_id, :detail);
 
 -- name: set_control
--- Keep what an operator told the relay about a destination.
+-- Store an operator's setting of the relay for a destination.
 INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (:destination, :paused, :rate_per_second)
 ON CONFLICT (destination) DO UPDATE SET paused = excluded.paused, rate_per_second = excluded.rate_per_second;
 

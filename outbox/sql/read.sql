@@ -35,7 +35,7 @@ FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS
 CROSS JOIN json_each(posts) AS post;
 
 -- name: traceparents
--- The traceparents of these rows: [[id, traceparent or null], …]; a row whose payload is gone has none.
+-- The traceparents of these rows: [[id, traceparent or null], …]; a row whose payload was pruned has none.
 SELECT json_group_array(json_array(outbox.id, CAST(payload AS TEXT) ->> '$.traceparent'))
 FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_payload USING (seq);
 
@@ -146,5 +146,5 @@ SELECT min(max(enqueued_at, coalesce(not_before, 0))) FROM (
 ) WHERE coalesce(not_before, 0) <= :now;
 
 -- name: controls
--- What operators told the relay.
+-- Operators' settings of the relay.
 SELECT destination, paused, rate_per_second FROM relay_control;

@@ -90,7 +90,7 @@ INSERT OR IGNORE INTO operator_log (seq, at, verb, actor, reason, row_id, detail
 SELECT count(*) FROM operator_log;
 
 -- name: keep_control
--- Write what operators told the relay into the new file, but for what they cannot have told it.
+-- Write operators' settings of the relay into the new file, except invalid ones.
 INSERT OR IGNORE INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);
 
 -- name: keep_recovery

@@ -92,7 +92,7 @@ SELECT seq FROM outbox_settled
 WHERE seq = (SELECT min(seq) FROM outbox_settled WHERE seq >= (SELECT max(low) FROM search)) AND id = :id;
 
 -- name: answers
--- What a send under the id of one of these rows is told, as one JSON array (accept.sql: find); ids are packed.
+-- What a send under the id of one of these rows is answered with, as one JSON array (accept.sql: find); ids are packed.
 SELECT json_group_array(json_array(seq, iif(typeof(client_message_id) = 'blob', '#' || hex(client_message_id), client_message_id),
                                    iif(typeof(id) = 'blob', '#' || hex(id), id),
                                    iif(aborted_by IS NULL, 'done', 'aborted'), lower(hex(request_fingerprint)),

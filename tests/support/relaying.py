@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from outbox.model import RowFilter
+from outbox import RowFilter
 
 FEATURES = {
     "mesh": "demo",

@@ -21,7 +21,7 @@ from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
 from broker.database import migrate
 from broker.server import open_services
-from outbox.model import Caller, RowFilter
+from outbox import Caller, RowFilter
 from postroom import BrokerClient, NotFound
 from postroom._wire.message import prepare
 from postroom.errors import Conflict

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from support.relaying import busy, ids_of, rows_of, whole
 from support.waiting import until, until_so
 
-from outbox.model import Caller, RowFilter
+from outbox import Caller, RowFilter
 from postroom._wire.message import prepare
 
 HOUR = 3600  # seconds

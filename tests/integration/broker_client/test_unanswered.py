@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.relaying import rows_of, whole
 
 from broker_client.channel import Channel
-from outbox.model import Caller, RowFilter
+from outbox import Caller, RowFilter
 from postroom.errors import Conflict
 
 WHY: dict[str, Any] = {"caller": Caller(0, 0), "reason": "it hung"}

@@ -220,7 +220,7 @@ def test_a_backup_is_put_back_under_a_stopped_daemon(daemon: LoneDaemon, sent: T
     assert user.run("outbox", "restore", copy, *WHY, "--yes").code == 69
     daemon.process.kill()
     said = user.run("outbox", "restore", copy, *WHY, "--yes")
-    assert (said.code, said.out.startswith(f"restored {copy}; the outbox that was there is ")) == (0, True)
+    assert (said.code, said.out.startswith(f"restored {copy}; the old outbox is ")) == (0, True)
     asyncio.run(daemon.start())
     assert [row["client_message_id"] for row in sent.run("outbox", "list", "--json").json] == ["a", "b", "c"]
     logged = sent.run("log", "--noun", "outbox", "--json").json

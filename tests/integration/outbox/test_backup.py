@@ -234,7 +234,7 @@ async def test_a_restore_that_fails_half_way_says_where_the_outbox_is_and_can_be
         with pytest.raises(Fatal) as failed:
             restore(state, tmp_path / "copy.db", "the disk was lost")
     (aside,) = state.glob("outbox.db.damaged-*")
-    assert f"the outbox that was there is {aside}, try again" in str(failed.value)
+    assert f"the old outbox is {aside}, try again" in str(failed.value)
     restore(state, tmp_path / "copy.db", "the disk was lost")
     async with await open_outbox() as outbox:
         assert (await outbox.find("kept")) is not None
