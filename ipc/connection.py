@@ -1,19 +1,17 @@
 """A connection: its peer, its deadlines, the requests that it reads and the answers that it writes.
 
-Beside the deadlines that the broker's connections have as well, a socket open to every local process needs: the peer's
-credentials, read once on accept; deadlines for a body that does not come to an end; an answer after a half-close; and
-problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
+In addition to the deadlines of the broker's connections, a socket open to every local process needs: the peer's
+credentials, read once on accept; deadlines for a body that does not end; an answer after a half-close; and problem+json
+where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
 
-To read a request with aiohttp and to build its objects costs more than the rest of a send but its commit. So a
-connection looks at what arrives. A `POST /v1/send` that comes alone and whole, over the Unix socket, with nothing in
-its head but what senders usually say, becomes a `PlainSend`, is answered as every request is, and the answer is written
-here; aiohttp sees nothing of it. Everything else is given to aiohttp, which reads it, refuses it or waits for the rest
-of it, and becomes a `Request`. Both are answered by `Server`, so that access, shares, limits, counters and errors are
-the same.
+Reading a request with aiohttp and building its objects costs more than the rest of a send except its commit. So a
+connection examines what arrives. A `POST /v1/send` that comes alone and whole, over the Unix socket, with only the
+usual fields in its head, becomes a `PlainSend`, is answered as every request is, and the answer is written here without
+aiohttp. Everything else is given to aiohttp, which reads it, refuses it or waits for the rest of it, and becomes a
+`Request`. Both are answered by `Server`, so that access, shares, limits, counters and errors are the same.
 
-The two may never disagree about where a request begins. What is given to aiohttp as one whole request, in a form that
-nobody can read another way, leaves it where a request ends, and the next one may take the short way again. After
-anything else the connection stays with aiohttp.
+The two must never disagree about where a request begins. A whole request in an unambiguous form leaves aiohttp at the
+end of a request, and the next one may take the short way again. After anything else the connection stays with aiohttp.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ _HEAD: Final = re.compile(
 )
 _LENGTH: Final = re.compile("0|[1-9][0-9]{0,8}")
 _SEND_LINE: Final = f"POST {SEND} HTTP/1.1"
-_UNCLEAR: Final = frozenset({"transfer-encoding", "upgrade", "expect"})  # where they end, or what comes next
+_UNCLEAR: Final = frozenset({"transfer-encoding", "upgrade", "expect"})  # with them the request's end is not plain
 _USUAL: Final = frozenset(
     {
         *("content-type", "content-length", "idempotency-key", "traceparent"),
-        *("host", "user-agent", "accept", "accept-encoding", "connection"),  # which change nothing
+        *("host", "user-agent", "accept", "accept-encoding", "connection"),  # without an effect here
     }
 )
 _START: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
@@ -68,29 +66,29 @@ _START: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" fo
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Asked:
-    """What every request has, however it was read: the connection that it came over, and its part of what is shared."""
+class RequestBase:
+    """What every request has: the connection that it came over, and its part of the shared resources."""
 
     connection: Connection
-    keeps_others_out = False  # whether it counts among those that the server answers at once
+    keeps_others_out = False  # whether it counts towards the limit of requests at once
 
     @property
     def caller(self) -> Caller:
-        """Who sent it: the peer of the connection."""
+        """The sender: the peer of the connection."""
         return self.connection.caller
 
     async def take_turn(self, count: int) -> None:
-        """Return when `count` bytes may be worked on for this caller: others have their turn too."""
+        """Return when `count` bytes may be processed for this caller, in turn with others."""
         await self.connection.turns.take(self.caller.uid, count)
 
     def only_waits(self) -> None:
-        """Note that the request has nothing left to do but to wait: it stays, and must keep no other out."""
+        """Note that the request only waits from now on, and no longer counts towards the limit."""
         if self.keeps_others_out:
             self.keeps_others_out = False
             self.connection.requests.give_back(1, self.caller.uid)
 
 
-class Request(Asked, web.BaseRequest):
+class Request(RequestBase, web.BaseRequest):
     """A request that aiohttp has read; `params` are the variable parts of its path."""
 
     params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
@@ -102,12 +100,12 @@ class Request(Asked, web.BaseRequest):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all of its body is there."""
+        """Whether all of its body has arrived."""
         return self.content.is_eof()
 
 
-class PlainSend(Asked):
-    """A `POST /v1/send` that arrived whole and says nothing unusual, read without aiohttp (ipc/connection.py)."""
+class PlainSend(RequestBase):
+    """A `POST /v1/send` that arrived whole, with only the usual fields, read without aiohttp."""
 
     method: Final = hdrs.METH_POST
     path: Final = SEND
@@ -128,7 +126,7 @@ class Arrived(NamedTuple):
 
 
 def read(data: bytes) -> Arrived | None:
-    """Return the request that `data` is; None where it is not exactly one, or could be read another way."""
+    """Read `data` as a request; None where it is not exactly one, or is ambiguous."""
     head = _HEAD.match(data, 0, _MAX_HEAD)
     if head is None:
         return None
@@ -174,9 +172,9 @@ class Connection(TimedConnection):
         "turns",
     )
 
-    requests: Budget  # what all connections share; the server sets it
+    requests: Budget  # shared by all connections; the server sets it
     turns: Turns
-    is_allowed: bool  # to call: so does the server
+    is_allowed: bool  # to call; the server sets it
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
@@ -190,14 +188,14 @@ class Connection(TimedConnection):
         self._now = loop.time
         self._answer: Callable[[PlainSend], Awaitable[Answer]] = cast(Any, server.request_handler)
         self._sending: asyncio.Task[None] | None = None  # answers a plain send
-        self._unread = b""  # what arrived behind that
-        self._with_aiohttp = True  # what came last; it begins with a look at the connection
-        self._stays = False  # there, since aiohttp alone knows where the next request begins
+        self._unread = b""  # what arrived after that
+        self._with_aiohttp = True  # whether aiohttp has the latest request; it has every connection first
+        self._stays = False  # with aiohttp, which alone knows where the next request begins
         self._closing = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Read the peer's credentials, or hang up when it is already gone or one connection too many."""
+        """Read the peer's credentials, or drop the connection where it has already disconnected."""
         sock = transport.get_extra_info("socket")
         try:
             self.caller = peer_of(sock)
@@ -227,7 +225,7 @@ class Connection(TimedConnection):
             and not self.busy
         ):
             self._heard_at = self._now()
-            self.keep_alive(False)  # aiohttp's timer, which sees nothing of this
+            self.keep_alive(False)  # aiohttp's timer, which does not know of this request
             send = PlainSend(self, CIMultiDict(arrived.fields), arrived.body)
             self._with_aiohttp = False
             self._sending = self._loop.create_task(self._send(send))
@@ -238,7 +236,7 @@ class Connection(TimedConnection):
         super().data_received(data)
 
     async def _send(self, send: PlainSend) -> None:
-        """Answer a send, and go on with what came behind it."""
+        """Answer a send, and go on with what came after it."""
         try:
             answer = await self._answer(send)
             if self.transport is not None:
@@ -263,7 +261,7 @@ class Connection(TimedConnection):
             self.data_received(unread)
 
     def _close_where_idle(self) -> None:
-        """Close the connection where nothing has come for long, else look again when that may be."""
+        """Close the connection where nothing has come for long, else check again when that may be."""
         left = self.keepalive_timeout - (0 if self.busy else self._now() - self._heard_at)
         if left > 0:
             self._idle_timer = self._loop.call_later(left, self._close_where_idle)
@@ -276,13 +274,13 @@ class Connection(TimedConnection):
             self._idle_timer = None
 
     def _notice(self, message: object, body: StreamReader) -> None:
-        """Remember the newest request's body; where the parser gave up within one, tell whoever reads it."""
+        """Remember the newest request's body; where the parser gave up within one, its reader gets the error."""
         if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
             self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
         self._last_body = body
 
     def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
-        """Answer what has been asked in full before closing; nothing more will come."""
+        """Answer complete requests before closing; nothing more will come."""
         has_arrived = self.busy and self._last_body is not None and self._last_body.is_eof()
         complete = self._sending is not None or has_arrived
         if complete:
@@ -291,23 +289,23 @@ class Connection(TimedConnection):
         return complete
 
     def end_after_last(self) -> None:
-        """After a half-close: close once the request in hand is answered, if none came behind it."""
+        """After a half-close: close once the current request is answered, if no other has arrived."""
         if self._half_closed and not self.has_more:
             self.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Let whoever waits on the caller's behalf go."""
+        """End what waits on the caller's behalf."""
         self._stop_timer()
         super().connection_lost(exc)
         self.end_waiting()
 
     def close(self) -> None:
-        """Close once the request in hand is answered."""
+        """Close once the current request is answered."""
         self._closing = True
         super().close()
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109 - aiohttp's signature
-        """Let the send in hand finish for at most `timeout` seconds, and close."""
+        """Let the current send finish within `timeout` seconds, and close."""
         if self._sending is not None:
             await asyncio.wait({self._sending}, timeout=timeout)
         await super().shutdown(timeout)
@@ -336,7 +334,7 @@ class Connection(TimedConnection):
             yield "body_too_slow", not self.between_lines and has_passed(self._body_since, now, limits.body_seconds)
 
     def _has_hung_up(self) -> bool:
-        """Tell a caller that has closed its socket from one that only has nothing more to say."""
+        """Return whether the caller has closed its socket, and not only finished sending."""
         if self.transport is None:
             return False
         poller = select.poll()
@@ -364,7 +362,7 @@ class BodyReader:
         content, length = request.content, request.content_length
         if length is not None and length > self._limit:
             self._refuse(f"{length} bytes")
-        uid = request.caller.uid  # what has arrived, not what is promised, draws on its share of the budget
+        uid = request.caller.uid  # only what has arrived, not the announced length, counts towards its share
         start_body(request, self._budget, length or 1)
         received = bytearray()
         try:
@@ -388,9 +386,9 @@ class BodyReader:
 
 
 def start_body(request: Request, budget: Budget, size: int) -> None:
-    """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on.
+    """Start the body's deadline, and send `100 Continue` to a caller that waits for it.
 
-    Such a caller is refused (429) where `budget` has no room for its `size` bytes now: it has not sent them in vain.
+    Such a caller is refused (429) where `budget` has no room for its `size` bytes now, before it has sent them.
     """
     request.connection.begin()
     if not expects_more(request):
@@ -401,7 +399,7 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
 
 
 def expects_more(request: Request) -> bool:
-    """Tell whether the caller waits for `100 Continue`; raises `InvalidMessage` (417) where it wants anything else."""
+    """Return whether the caller waits for `100 Continue`; raises `InvalidMessage` (417) for any other expectation."""
     expect = request.headers.get(hdrs.EXPECT)
     if expect is None or request.version != HttpVersion11:
         return False
@@ -412,7 +410,7 @@ def expects_more(request: Request) -> bool:
 
 
 def check_media(request: Request | PlainSend, media: str | None) -> None:
-    """Refuse (415) a body that is not `media` in UTF-8 (None: whatever the handler makes of it), or compressed."""
+    """Refuse (415) a body that is compressed, or not `media` in UTF-8 (None: the handler checks it)."""
     headers = request.headers
     is_encoded = any(coding.strip().lower() != "identity" for coding in headers.getall(hdrs.CONTENT_ENCODING, ()))
     if is_encoded or headers.get(hdrs.TRANSFER_ENCODING, "chunked").strip().lower() != "chunked":
@@ -422,7 +420,7 @@ def check_media(request: Request | PlainSend, media: str | None) -> None:
 
 
 def decode_body(data: bytes, kind: type[T]) -> T:
-    """Decode a JSON body; raises `InvalidMessage` that names what is wrong, duplicate keys too."""
+    """Decode a JSON body; raises `InvalidMessage` that names what is wrong, also for duplicate keys."""
     refuse_too_many_values(data, MAX_VALUES)
     try:
         decoded = msgspec.json.decode(data, type=kind)
@@ -455,7 +453,7 @@ class Answer(web.StreamResponse):
         self._written = False
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Write everything, once, then wait for a slow reader to make room: answers that nobody reads cannot pile up.
+        """Write everything, once, then wait for a slow reader to make room: unread answers cannot pile up.
 
         Raises `ConnectionResetError` where the caller has disconnected.
         """
@@ -478,7 +476,7 @@ class Answer(web.StreamResponse):
         return None
 
     def encode(self, *, with_body: bool = True, connection: str = "") -> bytes:
-        """Return the bytes of the answer; one that does not end the connection says `connection` of it."""
+        """Return the bytes of the answer; `connection` is its `Connection` line unless it ends the connection."""
         if self._keep_alive is False:
             connection = "Connection: close\r\n"
         return f"{self._head}{connection}\r\n".encode("latin-1") + (self._body_bytes if with_body else b"")
@@ -493,7 +491,7 @@ def json_answer(value: Any, status: int = 200) -> Answer:
 
 
 def problem_answer(problem: Problem, headers: Mapping[str, str] | None = None, *, close: bool = False) -> Answer:
-    """Answer with `problem` (RFC 9457), and `Retry-After` where it says when; `close` ends the connection after it."""
+    """Answer with `problem` (RFC 9457), and `Retry-After` where it has one; `close` ends the connection after it."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     if problem.retry_after is not None:
         lines += f"Retry-After: {max(MIN_RETRY_AFTER, round(problem.retry_after))}\r\n"

@@ -1,8 +1,8 @@
-"""The control plane: is the daemon well, can it accept, what does it count, which version and which routes it has.
+"""The control plane: the daemon's health and readiness, its metrics, its version and its routes.
 
-`/v1/relay/pause` and `/v1/relay/resume` hold the relay back, whole or for one destination, and release it: the controls
-are in the outbox, so that they outlive the process, and the relay is notified. `/v1/topics…` are the mesh's topics,
-passed on to the broker as the member that the daemon acts as.
+`/v1/relay/pause` and `/v1/relay/resume` pause the relay, whole or for one destination, and resume it: the controls are
+in the outbox, so that they survive the process, and the relay is notified. `/v1/topics…` are the mesh's topics,
+forwarded to the broker as the member that the daemon acts as.
 """
 
 from http import HTTPStatus
@@ -25,7 +25,7 @@ _MAKE_ROOM: Final = "wait for the relay, requeue or abort dead rows, or raise ou
 
 
 async def health_of(services: Services) -> Health:
-    """Look whether all is well, and if not, why."""
+    """Return whether all is well, and if not, why."""
     counts = await services.outbox.counts()
     missing, progress = await services.outbox.missing(), await services.outbox.comparison()
     relay = services.relay.status()
@@ -38,11 +38,11 @@ async def health_of(services: Services) -> Health:
         why = relay.reason or f"the relay is {relay.state}"
         reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
     if missing.rows:
-        gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
+        pruned = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
             missing.without_payload
         )
         reasons.append(
-            f"the broker's database lacks {counted(missing.rows, 'message')} that it had accepted{gone}: "
+            f"the broker's database lacks {counted(missing.rows, 'message')} that it had accepted{pruned}: "
             "send them again with `postroom outbox resend --missing`"
         )
     if counts.wal_bytes > WAL_WARNING_BYTES:
@@ -65,7 +65,7 @@ async def health_of(services: Services) -> Health:
     )
 
 
-class Control:
+class ControlRoutes:
     """The handlers of the control plane."""
 
     def __init__(self, services: Services) -> None:
@@ -73,11 +73,11 @@ class Control:
         self.document: dict[str, Any] = {}  # the OpenAPI document, set when the route table is complete
 
     async def health(self, _request: Request) -> web.StreamResponse:
-        """Say whether all is well, and if not, why."""
+        """Answer whether all is well, and if not, why."""
         return json_answer(await health_of(self._services))
 
     async def ready(self, _request: Request) -> web.StreamResponse:
-        """Say whether a send would be accepted now; it never depends on the broker."""
+        """Answer whether a send would be accepted now; it never depends on the broker."""
         outbox = self._services.outbox
         if not outbox.healthy or outbox.full:
             full, failed = f"the outbox is full of waiting rows: {_MAKE_ROOM}", "the outbox cannot be written"
@@ -98,7 +98,7 @@ class Control:
         return json_answer(self.document)
 
 
-class RelayDesk:
+class RelayRoutes:
     """The handlers of the relay; the route table lets only operators in."""
 
     def __init__(self, services: Services) -> None:
@@ -107,11 +107,11 @@ class RelayDesk:
         self._reader = BodyReader(services.limits, services.budget)
 
     async def pause(self, request: Request) -> web.StreamResponse:
-        """Stop relaying until a resume; answers what the relay does now."""
+        """Stop relaying until a resume; answers the relay's status."""
         return await self._set(request, PauseRequest)
 
     async def resume(self, request: Request) -> web.StreamResponse:
-        """Relay again, at a rate where one is given; answers what the relay does now."""
+        """Relay again, at a rate where one is given; answers the relay's status."""
         return await self._set(request, ResumeRequest)
 
     async def _set(self, request: Request, kind: type[PauseRequest | ResumeRequest]) -> web.StreamResponse:
@@ -127,21 +127,21 @@ class RelayDesk:
         return json_answer(self._relay.status())
 
 
-class Topics:
+class TopicRoutes:
     """The handlers of topics."""
 
     def __init__(self, services: Services) -> None:
-        self._desk = services.topics
+        self._topics = services.topics
 
     async def list(self, _request: Request) -> web.StreamResponse:
         """List the topics of the mesh."""
-        return json_answer(await self._desk.topics())
+        return json_answer(await self._topics.topics())
 
     async def subscribe(self, request: Request) -> web.StreamResponse:
         """Subscribe this member to a topic."""
-        return json_answer(await self._desk.subscribe(request.params["topic"]), 201)
+        return json_answer(await self._topics.subscribe(request.params["topic"]), 201)
 
     async def unsubscribe(self, request: Request) -> web.StreamResponse:
         """End this member's subscription to a topic."""
-        await self._desk.unsubscribe(request.params["topic"])
+        await self._topics.unsubscribe(request.params["topic"])
         return Answer(204, b"")

@@ -1,8 +1,8 @@
 """`GET /v1/inbox` and `GET /v1/events`: what the daemon has received, by the page and as a live stream.
 
-The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` goes on where a reader
-was, without loss or repetition, over a restart of either; a stream begins by telling where it begins. Each reader takes
-its pages from the file at its own pace: one that does not read holds up nobody, and is dropped after
+The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` resumes where a reader
+was, without loss or repetition, across a restart of either; a stream begins with its starting position. Each reader
+takes its pages from the file at its own pace: one that does not read delays no other, and is dropped after
 `limits.stall_seconds`, or once what its uid has not read would exceed `limits.buffered_bytes`.
 """
 
@@ -26,18 +26,20 @@ from postroom.errors import InvalidMessage, TryAgain
 
 EVENT_STREAM: Final = "text/event-stream"
 _PAGE: Final = 200  # messages read from the file at once
-_PAGE_BYTES: Final = 256 * 1024  # after which fewer are
-_RETRY_MS: Final = 1000  # after which a browser's reader comes back
+_PAGE_BYTES: Final = 256 * 1024  # of them, after which fewer are read
+_RETRY_MS: Final = 1000  # after which a browser reconnects
 
 
-class InboxDesk:
+class InboxRoutes:
     """The handlers of the inbox."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._settings = services.inbox_settings
         self._counters = services.counters
-        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # by uid: a thread serves them all
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # by uid: one thread serves all readers
         self._readers = services.readers
 
     def _turn(self, request: Request) -> asyncio.Lock:
@@ -60,7 +62,7 @@ class InboxDesk:
         return response
 
     async def events(self, request: Request) -> web.StreamResponse:
-        """Stream messages as they are filed, until the reader goes or the daemon stops."""
+        """Stream messages as they are filed, until the reader disconnects or the daemon stops."""
         query = decode_query(request, EventsQuery)
         wanted = MessageFilter(query.sender, check_destination(query.destination))
         inbox = self._services.inbox.opened()
@@ -85,7 +87,7 @@ class InboxDesk:
         return response
 
     async def _write(self, request: Request, response: web.StreamResponse, messages: Sequence[StoredMessage]) -> None:
-        """Write the events, which the caller's share of memory holds until they have been read."""
+        """Write the events, which count towards the caller's share of memory until they have been read."""
         size = _size(messages)
         try:
             self._services.budget.take(size, request.caller.uid)
@@ -114,7 +116,7 @@ class InboxDesk:
 
     @contextmanager
     def _reader(self, request: Request) -> Iterator[None]:
-        """Count a reader apart from the requests being answered."""
+        """Count a reader separately from the requests being answered."""
         with self._readers.holding(1, request.caller.uid):
             request.only_waits()
             self._counters.event_readers += 1

@@ -1,6 +1,6 @@
-"""`/v1/outbox…`: how an operator sees the rows and repairs them (docs/contract/send.md#send-14).
+"""`/v1/outbox…`: operators see and repair rows (docs/contract/send.md#send-14).
 
-And `/v1/trace/{id}`: what they tell of a message (docs/contract/operate.md#operate-51).
+And `/v1/trace/{id}`: the story of a message from its rows (docs/contract/operate.md#operate-51).
 """
 
 import socket
@@ -41,7 +41,7 @@ SQLITE: Final = "application/vnd.sqlite3"
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
 
-class OutboxDesk:
+class OutboxRoutes:
     """The handlers of the outbox; the route table lets only operators in."""
 
     def __init__(self, services: Services) -> None:
@@ -55,7 +55,7 @@ class OutboxDesk:
         return json_answer(await self._outbox.list_rows(_filter(query), query.cursor, query.limit))
 
     async def export(self, request: Request) -> web.StreamResponse:
-        """Stream every row that the query means, a JSON object a line, never a payload."""
+        """Stream every row that matches the query, a JSON object a line, never a payload."""
         query = decode_query(request, ListQuery)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         page = await self._outbox.list_rows(_filter(query), query.cursor, MAX_PAGE)
@@ -68,18 +68,18 @@ class OutboxDesk:
         return response
 
     async def inspect(self, request: Request) -> web.StreamResponse:
-        """Show one row, the chain of requeues it belongs to, and what operators did to it."""
+        """Show one row, its chain of requeues, and what operators did to it."""
         return json_answer(await self._outbox.inspect(_id(request)))
 
     async def log(self, request: Request) -> web.StreamResponse:
-        """Say what operators did to rows and to the relay, the latest first and page by page."""
+        """List what operators did to rows and to the relay, the latest first and page by page."""
         query = decode_query(request, LogQuery)
         if query.mesh not in (None, self._services.mesh):
             return json_answer(LogPage(lines=[]))
         return json_answer(await self._outbox.operations(query))
 
     def one(self, verb: Verb) -> Handler:
-        """Make the handler of `verb` on one row; it answers the row, of a requeue the successor."""
+        """Make the handler of `verb` on one row; it answers the row, or the successor of a requeue."""
 
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._reader.decode(request, VERBS[verb].body)
@@ -101,7 +101,7 @@ class OutboxDesk:
         return handle
 
     async def trace(self, request: Request) -> web.StreamResponse:
-        """Tell what became of a row and of those before and after it, and whether the inbox has the message."""
+        """Show what became of a row, its predecessors and successors, and whether the inbox has the message."""
         wanted, name = decode_query(request, TraceQuery), _id(request)
         steps: dict[str, Step] = {}
         waits: dict[str, Wait] = {}
@@ -139,7 +139,7 @@ class OutboxDesk:
         return json_answer(compose(steps, waits))
 
     async def prune(self, request: Request) -> web.StreamResponse:
-        """Empty the payloads of old done and aborted rows; the rows stay."""
+        """Delete the payloads of old done and aborted rows; the rows stay."""
         asked = await self._reader.decode(request, PruneRequest)
         before = now_ms() - int(asked.older_than_seconds * 1000)
         pruned, after = await self._outbox.prune(before, after=asked.cursor, caller=request.caller, reason=asked.reason)
@@ -174,12 +174,12 @@ class OutboxDesk:
             while following := await copy.piece(offset):
                 await response.write(piece)
                 piece, offset = following, offset + len(following)
-        await response.write(piece)  # the last one: who has it may ask for the next backup at once
+        await response.write(piece)  # the last one, once the next backup may be requested
         await response.write_eof()
         return response
 
     def bulk(self, verb: Verb) -> Handler:
-        """Make the handler of `verb` on every row that a filter means, or a dry run of it."""
+        """Make the handler of `verb` on every row that matches a filter, or a dry run of it."""
 
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._reader.decode(request, BulkRequest)
@@ -222,7 +222,7 @@ def _filter(query: ListQuery) -> RowFilter:
 
 
 def wait_of(row: OutboxRow, relay: RelayStatus, mesh: str) -> Wait | None:
-    """Say why a row is not accepted yet, and what would help; None where it waits no more."""
+    """Return why a row is not accepted yet, and what would help; None where it no longer waits."""
     why, help_ = "", None
     match row.status:
         case "done" | "aborted":

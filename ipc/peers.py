@@ -1,13 +1,13 @@
-"""Who is at the other end of a connection, what they may do, and where they may send (docs/contract/send.md#send-5).
+"""The peers of connections, what they may do, and where they may send (docs/contract/send.md#send-5).
 
 The uid and gid of a Unix peer are read once, when the connection is accepted, from the kernel (`SO_PEERCRED`): they are
-those of the process that called connect(2). Whoever presents the local token over TCP can read a file that only the
+those of the process that called connect(2). A caller with the local token over TCP can read a file that only the
 daemon's user can read, and counts as that user.
 
 The loopback TCP port is protected from other users and from web pages (docs/contract/send.md#send-6): every request
 needs the local token; its `Host` must name this machine, and no header may say that a page of another origin sent it.
 The token is a file of mode 0600 that `postroom daemon rotate-token` replaces. The daemon notices a new file by itself,
-and accepts the token before it for 60 s more, so that a rotation refuses nobody. A token in a query string ends up in
+and accepts the previous token for 60 s more, so that a rotation refuses no caller. A token in a query string ends up in
 logs and histories: it is refused on every socket.
 """
 
@@ -44,7 +44,7 @@ _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0
 GRACE_SECONDS: Final = 60.0
 _TOKEN_BYTES: Final = 32  # of randomness
-_MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not let everybody in
+_MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not admit every caller
 _OTHERS: Final = 0o077  # the part of a mode that is not the owner's
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _TOKEN_PARAMETERS: Final = frozenset({"token", "access_token", "auth", "authorization", "api_key", "bearer"})
@@ -64,9 +64,9 @@ def peer_of(sock: socket.socket) -> Caller:
 
 
 class Policy:
-    """Who may connect and who may operate.
+    """The users that may call, and those that may operate.
 
-    Without a list everyone that the socket's mode allows may call, and root and the daemon's own user may operate.
+    Without a list every user that the socket's mode allows may call, and root and the daemon's own user may operate.
     """
 
     def __init__(self, allow_uids: Collection[int] = (), operators: Collection[int] = ()) -> None:
@@ -74,16 +74,16 @@ class Policy:
         self._operators = frozenset(operators) or frozenset({_ROOT, os.getuid()})
 
     def may_call(self, caller: Caller) -> bool:
-        """Tell whether this peer may use the socket at all; an operator always may."""
+        """Return whether this peer may use the socket at all; an operator always may."""
         return not self._allowed or caller.uid in self._allowed or caller.uid in self._operators
 
     def may_operate(self, caller: Caller) -> bool:
-        """Tell whether this peer may see and repair everybody's rows."""
+        """Return whether this peer may see and repair the rows of all users."""
         return caller.uid in self._operators
 
 
 class LocalToken:
-    """The token in `file`, and each one before it while its grace lasts."""
+    """The token in `file`, and previous ones during their grace period."""
 
     def __init__(self, file: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Read the token; raises `Fatal` (78) where the file cannot be read or others could read it."""
@@ -93,7 +93,7 @@ class LocalToken:
         self._before = _replaced(file)
 
     def matches(self, token: str) -> bool:
-        """Tell, in constant time, whether `token` is the current one or one in its grace."""
+        """Return, in constant time, whether `token` is the current one or one in its grace period."""
         self._notice_rotation()
         given = _digest(token)
         now = self._clock()
@@ -106,7 +106,7 @@ class LocalToken:
                 return
             identity, token = _read(self._file)
         except (OSError, Fatal):
-            return  # half-way through a rotation, or a file others can read: what was read before stays good
+            return  # half-way through a rotation, or a file others can read: the token read before stays valid
         now, by_hand = self._clock(), identity[2] / 1e9 + GRACE_SECONDS  # where no `rotate` noted the token
         before = {**self._before, _digest(self._token): by_hand, **_replaced(self._file)}
         self._before = {each: until for each, until in before.items() if now < until}
@@ -116,12 +116,13 @@ class LocalToken:
 def rotate(file: Path) -> None:
     """Write a fresh token into `file`, 0600, in one step; raises `Fatal` where the directory is not writable.
 
-    What tells the one that was there is kept beside it for its grace, so that neither another rotation nor a restart of
-    the daemon ends that. The files belong to the owner of their directory, so that root may rotate a daemon's token.
+    The digest of the previous one is kept in a second file for its grace period, so that neither another rotation nor a
+    restart of the daemon ends it. The files belong to the owner of their directory, so that root may rotate a daemon's
+    token.
     """
     try:
         private_directory(file.parent, may_be_anothers=True)
-        with suppress(Fatal):  # there is none yet, or others could read it: that one has no grace
+        with suppress(Fatal):  # there is no token yet, or others could read it: then it gets no grace period
             _, replaced = _read(file)
             now = time.time()
             before = {each: until for each, until in _replaced(file).items() if now < until}
@@ -145,14 +146,14 @@ def _replaced(file: Path) -> dict[str, float]:
         with os.fdopen(opened, "rb") as stream:
             status = os.fstat(opened)
             if stat.S_IMODE(status.st_mode) & _OTHERS or status.st_uid != file.stat().st_uid:
-                return {}  # anybody may have written it
+                return {}  # another user may have written it
             return msgspec.json.decode(stream.read(), type=dict[str, float])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
 
 
 def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()  # as the header had it, were it no UTF-8
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()  # also for a header that is not UTF-8
 
 
 def _read(file: Path) -> tuple[tuple[int, int, int], str]:
@@ -215,9 +216,9 @@ def _host_name(url: str) -> str | None:
 
 
 class DestinationRule:
-    """Where callers may send: what matches a shell pattern of the config, such as `topic:orders*`.
+    """The destinations that callers may send to: those that match a shell pattern of the config, as `topic:orders*`.
 
-    Without patterns, everywhere (docs/contract/send.md#send-19).
+    Without patterns, all (docs/contract/send.md#send-19).
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
@@ -230,9 +231,9 @@ class DestinationRule:
             raise _not_allowed(destination)
 
     def accepting(self, outbox: Outbox) -> Accept:
-        """Return what accepts the sends that the config allows; one that is on disk already is answered all the same.
+        """Return a function that accepts the sends that the config allows, and refuses the others (403).
 
-        The others have their refusal (403) in their place.
+        A send that is on disk already is answered in any case.
         """
         return partial(self._accept_allowed, outbox) if self._patterns else outbox.accept
 
@@ -243,7 +244,7 @@ class DestinationRule:
         asked: list[Coroutine[Any, Any, Sequence[AcceptedRow | PostroomError | None]]] = [
             outbox.accept(run, caller) if may_go else outbox.known(run, caller) for may_go, run in runs
         ]
-        found = await asyncio.gather(*asked)  # in their order, and all before what the caller sends later
+        found = await asyncio.gather(*asked)  # in order, and all before what the caller sends later
         return [
             row or _not_allowed(send.destination)
             for (_, run), rows in zip(runs, found, strict=True)
@@ -251,7 +252,7 @@ class DestinationRule:
         ]
 
     def allows(self, destination: str) -> bool:
-        """Tell whether callers may send there."""
+        """Return whether callers may send there."""
         return not self._patterns or self._matches(destination)
 
 

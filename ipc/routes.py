@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from ipc.control import EXPOSITION, Control, RelayDesk, Topics
-from ipc.inbox import EVENT_STREAM, InboxDesk
-from ipc.outbox import SQLITE, OutboxDesk
-from ipc.sends import Sends
+from ipc.control import EXPOSITION, ControlRoutes, RelayRoutes, TopicRoutes
+from ipc.inbox import EVENT_STREAM, InboxRoutes
+from ipc.outbox import SQLITE, OutboxRoutes
+from ipc.sends import SendRoutes
 from ipc.services import Services
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.cloudevents import STRUCTURED, CloudEventQuery
@@ -54,7 +54,7 @@ from postroom.chassis.routes import NDJSON, Access, Route, openapi
 
 CALLER = "caller"
 OPERATOR = "operator"
-_BODY = (400, 403, 413, 415)  # what a request with a body can be refused with
+_BODY = (400, 403, 413, 415)  # statuses of refused bodies
 _SEND = (*_BODY, 409, 429, 503, 507)
 _VERB = (*_BODY, 404, 409)
 _SEND_HEADERS: Final = MappingProxyType(
@@ -78,17 +78,17 @@ _ACCESS: Final = MappingProxyType(
         OPERATOR: Access("users that `socket.operators` names; root and the daemon's own user without it", "optional"),
     }
 )
-_BEARER: Final = "The local token, over TCP. On the Unix socket nobody needs one: the kernel says which user calls."
+_BEARER: Final = "The local token, over TCP. The Unix socket needs none: the kernel identifies the calling user."
 _ABOUT: Final = (
-    "What a daemon serves on its Unix socket, and on 127.0.0.1 if `tcp.port` is set. Every error is a problem "
+    "The API of a daemon on its Unix socket, and on 127.0.0.1 if `tcp.port` is set. Every error is a problem "
     "(RFC 9457), with a stable `code`; docs/contract/send.md has the rules."
 )
 
 
 def routes(services: Services) -> list[Route]:
     """Build the table over the rooms that the daemon has opened."""
-    sends, outbox, relay = Sends(services), OutboxDesk(services), RelayDesk(services)
-    inbox, topics, control = InboxDesk(services), Topics(services), Control(services)
+    sends, outbox, relay = SendRoutes(services), OutboxRoutes(services), RelayRoutes(services)
+    inbox, topics, control = InboxRoutes(services), TopicRoutes(services), ControlRoutes(services)
     # fmt: off
     table = [
         _route("POST", "/v1/send", sends.send, CALLER, "send one message",
@@ -165,8 +165,8 @@ def document(table: Iterable[Route], version: str) -> dict[str, Any]:
 
 
 def metrics_routes(services: Services) -> list[Route]:
-    """Build the table of the port for Prometheus, which has the metrics and nothing else."""
-    metrics = Control(services).metrics
+    """Build the table of the port for Prometheus, which has only the metrics."""
+    metrics = ControlRoutes(services).metrics
     return [_route("GET", "/metrics", metrics, CALLER, "the metrics", answers={200: str}, answer_media=EXPOSITION)]
 
 

@@ -1,4 +1,4 @@
-"""`/v1/send`, `/v1/send/batch`, `/v1/cloudevents` and `/v1/sends…`: handing in, and asking after it.
+"""`/v1/send`, `/v1/send/batch`, `/v1/cloudevents` and `/v1/sends…`: sending, and asking for the state of a send.
 
 One message, or a stream of them (`Batch`); both are answered from the accept table.
 """
@@ -28,7 +28,7 @@ from ipc.connection import (
     start_body,
 )
 from ipc.services import Services
-from ipc.shares import NOBODY, TURN, Budget, Turns
+from ipc.shares import NO_UID, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped
 from postroom._wire.accept_table import Answered, answer
 from postroom._wire.cloudevents import CloudEventQuery, read_event
@@ -39,13 +39,13 @@ from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, SendList
 from postroom.chassis.routes import NDJSON, decode_query
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
-_SMALL_BODY_BYTES: Final = 2048  # what counts as no more than any request does
+_SMALL_BODY_BYTES: Final = 2048  # of a body that counts no more than any request
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
 _TRACEPARENT: Final = istr("traceparent")
 _REPLAYED: Final = "Idempotent-Replayed: true\r\n"
 CHUNK_LINES: Final = 1000
 _CUT: Final = 8  # bytes of work that cutting off a line counts as
-_LINE: Final = 256  # bytes that a line counts as beside its own
+_LINE: Final = 256  # bytes that a line counts as besides its own
 _ANSWER: Final = 128  # bytes of work that an answer counts as
 _WAITING_CHUNKS: Final = 1
 
@@ -53,7 +53,7 @@ _encode: Final = msgspec.json.Encoder().encode
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
 
-class Sends:
+class SendRoutes:
     """The handlers of sends."""
 
     def __init__(self, services: Services) -> None:
@@ -121,7 +121,7 @@ class Sends:
         return await Batch(self._services, request).run()
 
     async def where(self, request: Request) -> web.StreamResponse:
-        """Say where a send is now; with `wait` not before it is done, dead or aborted, or the time is up."""
+        """Answer the state of a send; with `wait` once it is done, dead or aborted, or the time is up."""
         seconds = decode_query(request, WaitQuery).wait
         client_message_id = request.params["client_message_id"]
         rows = await self._settled(request, [client_message_id], seconds)
@@ -130,7 +130,7 @@ class Sends:
         return json_answer(rows[0])
 
     async def where_all(self, request: Request) -> web.StreamResponse:
-        """Say where many sends are now; with `wait` not before each is done, dead or aborted, or the time is up."""
+        """Answer the states of many sends; with `wait` once each is done, dead or aborted, or the time is up."""
         check_media(request, JSON)
         asked = decode_body(await self._read(request), SendsQuery)
         ids = asked.client_message_ids
@@ -141,7 +141,7 @@ class Sends:
     async def _settled(self, request: Request, ids: Sequence[str], seconds: float) -> list[OutboxRow]:
         """Return the rows of these sends that the caller may see, once they are settled.
 
-        Waits `seconds` at most, and no longer than the caller stays and the daemon runs.
+        Waits `seconds` at most, and not after the caller disconnects or the daemon stops.
         """
         if seconds:
             self._waits.ask(1, request.caller.uid)
@@ -161,7 +161,7 @@ class Sends:
         return await self._visible(ids, request.caller)
 
     async def _visible(self, ids: Sequence[str], caller: Caller) -> list[OutboxRow]:
-        """Find the rows; another uid's does not exist for anyone but an operator."""
+        """Find the rows; for a caller that is not an operator, rows of other uids do not exist."""
         known = [each for each in ids if is_client_message_id(each)]
         may_operate = self._services.policy.may_operate(caller)
         rows = await self._outbox.find_all(known) if known else []
@@ -169,7 +169,7 @@ class Sends:
 
 
 def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
-    """Return the id in the header, bare or quoted as a structured field has it; two headers are a 400."""
+    """Return the id in the header, bare or quoted as a structured field; two headers are a 400."""
     if not values:
         return None
     if len(values) > 1:
@@ -181,15 +181,15 @@ def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
 
 
 def submitted_by(row: OutboxRow, caller: Caller) -> bool:
-    """Tell whether `caller` handed this row in: `submitted_by` is `uid:gid`."""
+    """Return whether `caller` sent this row: `submitted_by` is `uid:gid`."""
     return (row.submitted_by or "").partition(":")[0] == str(caller.uid)
 
 
 class Chunk(NamedTuple):
     """Lines that share a transaction: each prepared, or refused already.
 
-    `first` is the number of the first; `size` is what they draw on the budget, in bytes. What became of each is in
-    `outcomes` once they are on disk, where they go whether or not somebody still waits for that.
+    `first` is the number of the first; `size` is what they take of the budget, in bytes. `outcomes` is done once they
+    are on disk; they are written even if the caller has disconnected.
     """
 
     first: int
@@ -201,11 +201,12 @@ class Chunk(NamedTuple):
 class Batch:
     """One request to the batch route: NDJSON in and out at once, each message answered as soon as it is on disk.
 
-    Whatever has arrived, up to 1000 lines, shares one durable transaction; while it commits the next lines are read and
+    Lines that have arrived, up to 1000, share one durable transaction; while it commits the next lines are read and
     checked, and the store goes on with them before these are answered: it never waits for the answers of a caller that
     is alone. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that
     does not read its answers is not read from either: at most three chunks are accepted and not answered. An unfinished
-    line has the deadline of a body, and a line draws on `limits.buffered_bytes` from its first byte until its commit.
+    line has the deadline of a body, and a line counts towards `limits.buffered_bytes` from its first byte until its
+    commit.
     """
 
     def __init__(self, services: Services, request: Request) -> None:
@@ -219,7 +220,7 @@ class Batch:
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
         check_media(self._request, NDJSON)
-        if _IDEMPOTENCY_KEY in self._request.headers:  # left out of account, a second try would send all of it again
+        if _IDEMPOTENCY_KEY in self._request.headers:  # if it were ignored, a retry would send all of it again
             detail = "a batch has an id per line: give each its `client_message_id`, and omit the header"
             raise InvalidMessage.of("invalid_client_message_id", detail, field="Idempotency-Key")
         start_body(self._request, self._services.budget, 1)
@@ -237,7 +238,7 @@ class Batch:
         return response
 
     def _take_no_more(self, _: asyncio.Future[None]) -> None:
-        """Answer what was read, and break off: the server stops, and the next line may be long in coming."""
+        """Answer what was read, and break off: the server stops, and the next line may not come soon."""
         self._request.content.set_exception(stopped())
 
     async def _stream(self, response: web.StreamResponse) -> None:
@@ -263,13 +264,13 @@ class Batch:
         await response.write_eof()
 
     async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
-        """Put what arrives into `chunks`, and None at its end; once cancelled there is nobody to tell."""
+        """Put what arrives into `chunks`, and None at its end, but not after a cancellation."""
         connection = self._request.connection
         first = 1
         try:
             async for lines in arrived_lines(self._request, splitter, self._turns):
                 if lines:
-                    connection.between_lines = True  # if it takes long now, that is not the caller's doing
+                    connection.between_lines = True  # from here on a delay is not the caller's
                     prepared, size = await self._prepared(lines)
                     outcomes = asyncio.create_task(self._accept(prepared), name="accept-chunk")
                     await chunks.put(Chunk(first, size, prepared, outcomes))
@@ -283,7 +284,7 @@ class Batch:
         await chunks.put(None)
 
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> tuple[list[PreparedSend | PostroomError], int]:
-        """Check the lines, no more in a turn than others can wait for; returns also how many bytes they have."""
+        """Check the lines in turns with other callers; returns also how many bytes they have."""
         prepared: list[PreparedSend | PostroomError] = []
         traceparent, most = self._request.headers.get("traceparent"), self._limits.body_bytes
         size = work = 0
@@ -304,11 +305,11 @@ class Batch:
         return prepared, size
 
     async def _accept(self, lines: Sequence[PreparedSend | PostroomError]) -> list[AcceptedRow | PostroomError]:
-        """Put the good lines of a chunk on disk together; returns what became of every line."""
+        """Write the good lines of a chunk together; returns the outcome of every line."""
         sends = [line for line in lines if not isinstance(line, PostroomError)]
         try:
             rows = await self._services.accept(sends, self._request.caller)
-        except PostroomError as error:  # what goes wrong with all of them is each one's problem
+        except PostroomError as error:  # an error of the whole chunk is the outcome of each line
             rows = [error] * len(sends)
         if len(rows) == len(lines):
             return rows
@@ -333,7 +334,7 @@ async def arrived_lines(
 ) -> AsyncIterator[list[bytes | PostroomError]]:
     """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
 
-    What completes no line yields an empty list. The last line needs no line end.
+    Data that completes no line yields an empty list. The last line needs no line end.
     """
     while data := await request.content.readany():
         lines: list[bytes | PostroomError] = []
@@ -353,13 +354,13 @@ async def arrived_lines(
 
 
 class Splitter:
-    """Cuts a stream of bytes into lines; what it holds or has yielded draws on `budget`, for `uid`, until released.
+    """Cuts a stream of bytes into lines; what it holds or has yielded counts in `budget`, for `uid`, until released.
 
     It holds at most one unfinished line of `limit` bytes. A line that is longer (413), or for which the budget has no
-    room (429), becomes its refusal, draws on nothing, and its bytes are dropped as they come.
+    room (429), becomes its refusal, counts for nothing, and its bytes are dropped as they come.
     """
 
-    def __init__(self, limit: int, budget: Budget, uid: int = NOBODY) -> None:
+    def __init__(self, limit: int, budget: Budget, uid: int = NO_UID) -> None:
         self._limit = limit
         self._budget = budget
         self._uid = uid
@@ -392,12 +393,12 @@ class Splitter:
         self._budget.give_back(count, self._uid)
 
     def close(self) -> None:
-        """Drop what is unfinished, and give all room back that has not been released."""
+        """Drop the unfinished line, and give all room back that has not been released."""
         self._partial.clear()
         self.release(self._held)
 
     def _whole(self, lines: list[bytes]) -> Sequence[bytes | PostroomError]:
-        """Take lines that arrived in one piece, together where there is room: most do, and need not be put together."""
+        """Take lines that arrived in one piece, all at once where there is room, since most lines do."""
         try:
             self._take(sum(map(len, lines)))
         except PostroomError:

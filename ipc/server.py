@@ -1,11 +1,11 @@
-"""The HTTP server behind every socket: connections, their limits, access, and the way from a request to its handler.
+"""The HTTP server behind every socket: connections, their limits, access, and the dispatch of requests.
 
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
-that a send costs little beside its commit; a plain send does without aiohttp (ipc/connection.py), but comes through
-here like all others. Every error leaves as problem+json; nothing a caller sends ends in a 500.
+that a send costs little compared to its commit; a plain send bypasses aiohttp (ipc/connection.py), but comes through
+here like all others. Every error is answered as problem+json; nothing a caller sends ends in a 500.
 
-No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room, what is
-held is shared, and work goes by turns (ipc/shares.py).
+No uid can keep the others out: few connections are accepted in a turn of the loop, a full server makes room, resources
+are shared, and work is done in turns (ipc/shares.py).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 _ACCEPTED_A_TURN: Final = 4  # connections
 _TURNED_AWAY_A_TURN: Final = 64  # connections of a uid that has too many
-_LOOKS: Final = 8  # at connections that count as idle but still write their answer
+_EXAMINED: Final = 8  # connections that count as idle but may still write their answer
 _MAX_SEGMENT: Final = 512  # characters of one variable part of a path
 _PAUSE: Final = 0.1  # seconds without accepting, where the process has no descriptor left
 _NOT_ALLOWED: Final = problem_of(
@@ -70,7 +70,7 @@ class Server(TimedServer):
             max_headers=limits.headers,
         )
         self._table = Table(routes)
-        self._crowd = Crowd(limits.connection_cap())
+        self._open = OpenConnections(limits.connection_cap())
         self.requests = Budget(limits.requests_in_flight, "too many requests are being answered: try again")
         self.turns = Turns()
         self._policy = policy
@@ -87,7 +87,7 @@ class Server(TimedServer):
             self._running_loop.add_reader(sock, self._accept, sock)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Stop accepting, let the requests in hand finish for at most `grace_seconds`, and close; safe to repeat."""
+        """Stop accepting, let running requests finish within `grace_seconds`, and close; safe to repeat."""
         for listener in self._listeners:
             self._running_loop.remove_reader(listener)
             listener.close()
@@ -102,18 +102,18 @@ class Server(TimedServer):
         self._counters.dropped[reason] += 1
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take in some of those who wait; a uid that has had its turn finds no room once the crowd is full."""
+        """Accept some of the waiting connections; once the server is full, not those of a uid that has had its turn."""
         accepted = 0
         for _ in range(_TURNED_AWAY_A_TURN):
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is left: nobody is turned away, they wait
+            except OSError as error:  # no descriptor is left: the connections wait, none is refused
                 _log.warning("cannot_accept", error=error.strerror)
                 self._rest(listener, _PAUSE)
                 return
-            if self._crowd.is_full and not self._may_come(sock):
+            if self._open.is_full and not self._may_come(sock):
                 self._count_drop("too_many_connections")
                 sock.close()
                 continue
@@ -127,7 +127,7 @@ class Server(TimedServer):
                 return
 
     def _rest(self, listener: socket.socket, seconds: float) -> None:
-        """Accept nobody for a while: others have their turn."""
+        """Accept no connection for a while, so that other work has its turn."""
         self._running_loop.remove_reader(listener)
         self._running_loop.call_later(seconds, self._accept_again, listener)
 
@@ -141,17 +141,17 @@ class Server(TimedServer):
         return False
 
     async def _take_in(self, sock: socket.socket) -> None:
-        with suppress(OSError):  # it has gone already
+        with suppress(OSError):  # it has disconnected already
             await self._running_loop.connect_accepted_socket(self, sock)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Count the connection; where there is no room for it, one of the uid with the most makes some."""
+        """Count the connection; where there is no room for it, drop one of the uid with the most."""
         super().connection_made(handler, transport)
         newcomer = cast(Connection, handler)
         newcomer.requests, newcomer.turns = self.requests, self.turns
         newcomer.is_allowed = self._policy.may_call(newcomer.caller)
-        surplus = self._crowd.enter(newcomer)
-        self._counters.connections = self._crowd.count
+        surplus = self._open.enter(newcomer)
+        self._counters.connections = self._open.count
         if surplus is not None:
             self._count_drop("too_many_connections")
             surplus.abort()
@@ -159,8 +159,8 @@ class Server(TimedServer):
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         """Forget the connection."""
         super().connection_lost(handler, exc)
-        self._crowd.leave(cast(Connection, handler))
-        self._counters.connections = self._crowd.count
+        self._open.leave(cast(Connection, handler))
+        self._counters.connections = self._open.count
 
     def _request(
         self,
@@ -176,7 +176,7 @@ class Server(TimedServer):
     async def _answer(self, request: Request | PlainSend) -> web.StreamResponse:
         connection = request.connection
         uid = connection.caller.uid
-        self._crowd.begins(connection)
+        self._open.begins(connection)
         try:
             if not self.turns.may_have(uid, self.turns.request):
                 await self.turns.line_up(uid, self.turns.request)
@@ -200,11 +200,11 @@ class Server(TimedServer):
             _log.exception("unforeseen_error", method=request.method, path=request.path[:200])
             return problem_answer(INTERNAL_ERROR, close=True)
         finally:
-            self._crowd.ends(connection)
+            self._open.ends(connection)
 
     async def _routed(self, request: Request | PlainSend, connection: Connection) -> web.StreamResponse:
         if isinstance(request, PlainSend):
-            route, _ = self._table.find(request.method, request.path)  # not every port takes sends
+            route, _ = self._table.find(request.method, request.path)  # not every port has this route
         elif (fixed := self._table.fixed.get((request.method, request.raw_path))) is not None:
             route = fixed
         else:
@@ -228,7 +228,7 @@ class Server(TimedServer):
     def _refused(
         self, request: Request | PlainSend, error: PostroomError, headers: dict[str, str] | None = None
     ) -> Answer:
-        """Answer with the problem; a body that has not arrived by now is not waited for."""
+        """Answer with the problem, without waiting for a body that has not arrived yet."""
         status = error.problem.status
         self._counters.answers[status] += 1
         return problem_answer(error.problem, headers, close=not request.has_arrived)
@@ -245,7 +245,7 @@ class Table:
     """The routes, indexed: fixed paths by a dictionary, variable ones by their segments.
 
     A target is matched as it was sent, and not normalised: `/v1/%73end`, `//v1/send` and `/v1/../v1/send` are other
-    paths, and 404. Of what was matched the variable parts are decoded: `a%3Ab` is the id `a:b`.
+    paths, and 404. The variable parts of a match are decoded: `a%3Ab` is the id `a:b`.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
@@ -282,7 +282,7 @@ class Table:
 
 
 class MethodNotAllowed(PostroomError):
-    """The path is there, for other methods (405); `allow` lists those it takes."""
+    """The path exists for other methods (405), which `allow` lists."""
 
     def __init__(self, methods: Iterable[str]) -> None:
         self.allow = ", ".join(sorted(set(methods)))
@@ -304,12 +304,11 @@ def _match(segments: list[str], parts: list[str]) -> dict[str, str] | None:
 Row = dict[Connection, None]  # in the order in which they joined it
 
 
-class Crowd:
-    """All connections, by uid; at most `cap` of them stay, so that one may have to go where another comes.
+class OpenConnections:
+    """The open connections by uid, at most `cap` of them: beyond that a new one replaces another.
 
-    The uid with the most connections gives one up, the one that has idled longest; where none of them idles, and the
-    newcomer is somebody else, the one that has been busy longest. Every step takes as long among thousands as among
-    two.
+    The uid with the most connections loses one, the one that has idled longest; where none of them idles, and the new
+    one is another uid's, the one that has been busy longest. Every step takes constant time.
     """
 
     def __init__(self, cap: int) -> None:
@@ -323,11 +322,11 @@ class Crowd:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more would be one too many."""
+        """Whether there is no room for another one."""
         return self.count >= self.cap
 
     def enter(self, newcomer: Connection) -> Connection | None:
-        """Count a connection, which idles; returns the one that has to go, where there is none too many None."""
+        """Count a connection, which idles; returns the one that has to be dropped, if there are too many."""
         uid = newcomer.caller.uid
         self._idle[uid][newcomer] = None
         self._resize(uid, 1)
@@ -335,7 +334,7 @@ class Crowd:
             return None
         (greediest, *_) = self._having[self._most]
         idle, busy = self._idle[greediest], self._busy[greediest]
-        for guest in list(islice(idle, _LOOKS)):
+        for guest in list(islice(idle, _EXAMINED)):
             if guest is not newcomer and guest.idle_since is not None:
                 return guest
             idle[guest] = idle.pop(guest)  # to the end of the row
@@ -359,7 +358,7 @@ class Crowd:
             self._busy[uid][guest] = None
 
     def ends(self, guest: Connection) -> None:
-        """Note that it has been."""
+        """Note that no request of this connection is being answered."""
         uid = guest.caller.uid
         if guest in self._busy.get(uid, ()):
             del self._busy[uid][guest]

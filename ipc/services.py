@@ -1,4 +1,4 @@
-"""What the handlers work with: the rooms that the daemon has built, each seen through the little that a route needs."""
+"""What the handlers work with: the daemon's rooms, each as the interface that the routes need."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -18,59 +18,52 @@ _ACCEPT_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class RelayControl(Protocol):
-    """The relay, as far as the socket's routes steer it."""
+    """The relay, as the routes control it."""
 
     def status(self) -> RelayStatus:
-        """Say what the relay does now."""
-        ...
+        """Return what the relay does now."""
 
     async def controls_changed(self) -> None:
-        """Let the relay read the controls, which have changed on disk, before its status is told."""
-        ...
+        """Read the controls, which have changed on disk, before the next `status`."""
 
 
-class TopicDesk(Protocol):
-    """The broker's topics, as far as a member may see and join them."""
+class BrokerTopics(Protocol):
+    """The broker's topics, as a member may see and join them."""
 
     async def topics(self) -> Any:
         """Return the topics of the member's mesh."""
-        ...
 
     async def subscribe(self, topic: str) -> Any:
         """Subscribe the member to `topic`."""
-        ...
 
     async def unsubscribe(self, topic: str) -> None:
         """End the member's subscription to `topic`."""
-        ...
 
 
 class InboxSource(Protocol):
-    """The inbox, as far as there is one."""
+    """The inbox, if there is one."""
 
     def opened(self) -> Inbox:
-        """Return it; raises `PostroomError` that says why there is none."""
-        ...
+        """Return it; raises `PostroomError` where it is not open."""
 
     def trouble(self) -> str | None:
-        """Say what keeps messages from arriving, None where nothing does."""
-        ...
+        """Return what keeps messages from arriving, None where nothing does."""
 
 
 class NoInbox:
-    """The inbox of a daemon that has none."""
+    """The inbox of a daemon without one."""
 
     def opened(self) -> Inbox:
-        """Say so."""
+        """Raise `NotFound`."""
         detail = "this daemon has no inbox: set nats.url in its config, since messages reach one through NATS"
         raise NotFound.of("inbox_not_configured", detail)
 
     def trouble(self) -> None:
-        """Say that nothing is wrong with that."""
+        """Return None: nothing is wrong with that."""
 
 
 class Counters:
-    """What the socket counts since the process began: plain integers, bumped in the hot path, read by the metrics."""
+    """The socket's counts since the process began: plain integers, incremented in the hot path, read by the metrics."""
 
     def __init__(self) -> None:
         self.sends: Counter[str] = Counter()  # by outcome: queued, inflight, done, or the problem's code
@@ -89,7 +82,7 @@ class Services:
 
     outbox: Outbox
     relay: RelayControl
-    topics: TopicDesk
+    topics: BrokerTopics
     inbox: InboxSource = field(default_factory=NoInbox)
     inbox_settings: InboxSettings = field(default_factory=InboxSettings)
     mesh: str
@@ -103,12 +96,12 @@ class Services:
 
     @cached_property
     def accept(self) -> Accept:
-        """What accepts sends, as far as the config allows them."""
+        """The function that accepts the sends that the config allows."""
         return self.destinations.accepting(self.outbox)
 
     @cached_property
     def budget(self) -> Budget:
-        """The one budget of bytes that are held, which all routes share."""
+        """The budget of bytes in memory, which all routes share."""
         return Budget(self.limits.buffered_bytes)
 
     @cached_property

@@ -1,18 +1,17 @@
-"""Shares: what one uid may have of the daemon beside others, so that none of them leaves nothing to the rest.
+"""Shares: how much of the daemon one uid may use while others are present, so that something is left for them.
 
 `Limits` says how much a caller may ask for, and how slow it may be (docs/contract/send.md#send-27).
 
 What is held (bytes, requests, waits, readers) is a `Budget`. A limit of the config is what one uid may hold. All
-together may hold twice that, and nobody more than is still free: whoever comes alone has the whole limit, and finds
+together may hold twice that, and each no more than is still free: a uid that is alone has the whole limit, and finds
 room however much another uid holds.
 
-What the event loop does goes by `Turns`, a uid's part of each. Work is counted in bytes that are checked; a request
-counts as `REQUEST` of them. A uid that has had its part waits for the next turn in a line of its own, behind which
-nobody else stands: those in line share a turn, whoever is not in line need not wait. A caller that is alone gives
-nothing away, since its turns are larger, and the next follows at once. Beside another uid those in line rest between
-their turns: the outbox's thread needs the interpreter for what is being written, and whoever comes meanwhile is served
-before them. A piece of work that is larger than a turn rests as many turns, which is no reason for anybody's small ones
-to wait.
+The event loop's work goes by `Turns`, of which each uid has its part. Work is counted in bytes that are checked; a
+request counts as `REQUEST` of them. A uid that has had its part waits for the next turn in a line of its own: the lines
+share a turn, and a uid that is not in line need not wait. A caller that is alone loses nothing, since its turns are
+larger, and the next follows at once. While another uid is present the lines rest between their turns: the outbox's
+thread needs the interpreter for what is being written, and uids that come meanwhile are served first. A piece of work
+that is larger than a turn rests as many turns, but small pieces of work need not wait for that.
 """
 
 import asyncio
@@ -27,16 +26,16 @@ import msgspec
 from postroom._wire.message import MAX_BODY_BYTES
 from postroom.errors import TryAgain
 
-NOBODY: Final = -1  # whoever has no uid
+NO_UID: Final = -1  # of a holder without a uid
 _BUSY_RETRY: Final = 1.0  # seconds
 TURN: Final = 8 * 1024  # bytes, about a millisecond
 REQUEST: Final = 1536  # what reading and answering a request counts as
-_ALONE_TURN: Final = 8 * TURN  # of a uid beside which nobody is: every turn costs it a way through the event loop
-_ALONE_REQUEST: Final = 512  # a newcomer waits for some ten milliseconds at most
+_ALONE_TURN: Final = 8 * TURN  # of a uid that is alone: every turn costs it an iteration of the event loop
+_ALONE_REQUEST: Final = 512  # of a uid that is alone: another one waits for some ten milliseconds at most
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
-_PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
-_FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and whatever else the process opens
+_PRESENT_SECONDS: Final = 1.0  # how long a uid counts as present after its last work
+_FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and everything else that is opened
 MIB: Final = 1024 * 1024
 
 Bytes = Annotated[int, msgspec.Meta(ge=1024)]
@@ -89,10 +88,10 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
 
 
 class Budget:
-    """Units that may be held at once; whoever takes some gives them back."""
+    """Units that may be held at once; what is taken has to be given back."""
 
     def __init__(self, size: int, full: str = "too many bytes are being received", code: str = "too_busy") -> None:
-        """Let one uid hold `size` units; `full` is what the refusal says."""
+        """Let one uid hold `size` units; `full` is the sentence of the refusal."""
         self._size = size
         self._full = full
         self._code = code
@@ -104,12 +103,12 @@ class Budget:
         """How much one uid could take if all that is held were its own."""
         return self._size - self.held
 
-    def ask(self, count: int, uid: int = NOBODY) -> None:
+    def ask(self, count: int, uid: int = NO_UID) -> None:
         """Raise `TryAgain` (429) where `uid` may not have `count` more; nothing is taken."""
         self.take(count, uid)
         self.give_back(count, uid)
 
-    def take(self, count: int, uid: int = NOBODY) -> None:
+    def take(self, count: int, uid: int = NO_UID) -> None:
         """Hold `count` more; raises `TryAgain` (429), and takes nothing, where `uid` may not have them."""
         held = self._held.get(uid, 0) + count
         if held > 2 * self._size - self.held - count:
@@ -117,7 +116,7 @@ class Budget:
         self._held[uid] = held
         self.held += count
 
-    def give_back(self, count: int, uid: int = NOBODY) -> None:
+    def give_back(self, count: int, uid: int = NO_UID) -> None:
         """Hold `count` less."""
         self.held -= count
         self._held[uid] -= count
@@ -125,7 +124,7 @@ class Budget:
             del self._held[uid]
 
     @contextmanager
-    def holding(self, count: int, uid: int = NOBODY) -> Iterator[None]:
+    def holding(self, count: int, uid: int = NO_UID) -> Iterator[None]:
         """Hold `count` for the block; raises `TryAgain` (429) where `uid` may not have them."""
         self.take(count, uid)
         try:
@@ -140,12 +139,12 @@ class Turns:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._spent: dict[int, int] = {}
-        self._lines: dict[int, deque[tuple[asyncio.Future[None], int]]] = {}  # who is next is first
+        self._lines: dict[int, deque[tuple[asyncio.Future[None], int]]] = {}  # the next one first
         self._coming = False  # the next turn
         self._resting = False  # those in line
-        self._large_resting = False  # what in line is larger than a turn
-        self._present: set[int] = set()  # who has had work done lately
-        self._before: set[int] = set()  # and who had before that
+        self._large_resting = False  # work in line that is larger than a turn
+        self._present: set[int] = set()  # uids with recent work
+        self._before: set[int] = set()  # and those with work before that
         self._present_since = self._loop.time()
         self.size = _ALONE_TURN  # of a uid's part of a turn at present
         self.request = _ALONE_REQUEST  # what a request counts as at present
@@ -156,7 +155,7 @@ class Turns:
             await self.line_up(uid, count)
 
     def may_have(self, uid: int, count: int) -> bool:
-        """Have `count` bytes of work done in this turn, and say True; False where `uid` has to wait."""
+        """Take `count` bytes of work in this turn and return True; False where `uid` has to wait."""
         spent = self._spent.get(uid, 0)
         if uid not in self._present:
             self._present.add(uid)
@@ -176,7 +175,7 @@ class Turns:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody but one uid has had work done lately."""
+        """Whether only one uid has had work done lately."""
         return len(self._present | self._before) <= 1
 
     def _measure(self) -> None:
@@ -198,7 +197,7 @@ class Turns:
             self._serve_lines()
 
     def _serve_lines(self) -> None:
-        """Let those who wait share a turn, one piece of work each in rotation, and rest."""
+        """Let the lines share a turn, one piece of work each in rotation, and rest."""
         done = large = 0
         waiting = deque(self._lines)
         while waiting and done < self.size:
@@ -210,7 +209,7 @@ class Turns:
             line.popleft()
             del self._lines[uid]
             if line:
-                self._lines[uid] = line  # behind the others, whom the next turn may have room for first
+                self._lines[uid] = line  # after the others, which come first in the next turn
                 waiting.append(uid)
             if not turn.done():
                 turn.set_result(None)
@@ -221,7 +220,7 @@ class Turns:
             if self._lines:
                 self._arm()
             return
-        if large > TURN:  # small ones that are more than a turn together must not end the rest of a large one
+        if large > TURN:  # many small ones must not end the rest of a large one
             self._large_resting = True
             self._loop.call_later(min(REST * large / TURN, _LONGEST_REST), self._end_large_rest)
         if done:

@@ -21,11 +21,9 @@ class Driver(Protocol):
 
     async def in_transaction(self) -> bool:
         """Return whether what it writes waits for the program's commit."""
-        ...
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
         """Return the one row of a query with parameters written as `:name`; raises what the library raises."""
-        ...
 
 
 class Asyncpg:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from ipc.connection import Connection
-from ipc.server import Crowd
+from ipc.server import OpenConnections
 from ipc.shares import REQUEST, TURN, Turns
 from outbox.model import Caller
 
@@ -141,41 +141,41 @@ def guests(count: int, uid: int, *, busy: bool = False) -> list[Connection]:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "counted as idle but busy"])
 def test_making_room_looks_at_few_connections_however_many_there_are(busy: bool) -> None:  # noqa: FBT001 - a parameter
-    crowd = Crowd(4000)
+    connections = OpenConnections(4000)
     for guest in guests(4000, MALLORY, busy=busy):
-        assert crowd.enter(guest) is None
+        assert connections.enter(guest) is None
     Guest.looks = 0
     for newcomer in guests(100, ALICE):
-        surplus = crowd.enter(newcomer)
+        surplus = connections.enter(newcomer)
         assert surplus is None or surplus.caller.uid == MALLORY or busy
-        crowd.leave(surplus or newcomer)
+        connections.leave(surplus or newcomer)
     assert Guest.looks <= 100 * 8
 
 
 def test_the_uid_with_the_most_connections_gives_up_its_longest_idle_one() -> None:
-    crowd = Crowd(5)
+    connections = OpenConnections(5)
     first, second, third = guests(3, MALLORY)
     for guest in (first, *guests(2, ALICE), second, third):
-        crowd.enter(guest)
-    crowd.begins(first)
+        connections.enter(guest)
+    connections.begins(first)
     (newcomer,) = guests(1, BOB)
-    assert crowd.enter(newcomer) is second
-    crowd.leave(second)
-    crowd.ends(first)
-    assert crowd.enter(guests(1, ALICE)[0]).caller.uid == ALICE  # type: ignore[union-attr]
-    assert crowd.count == 6
-    crowd.leave(newcomer)
-    crowd.leave(newcomer)
-    assert crowd.count == 5
+    assert connections.enter(newcomer) is second
+    connections.leave(second)
+    connections.ends(first)
+    assert connections.enter(guests(1, ALICE)[0]).caller.uid == ALICE  # type: ignore[union-attr]
+    assert connections.count == 6
+    connections.leave(newcomer)
+    connections.leave(newcomer)
+    assert connections.count == 5
 
 
 def test_a_newcomer_takes_the_place_of_a_busy_connection_of_who_has_the_most_and_of_nobody_else() -> None:
-    crowd = Crowd(3)
+    connections = OpenConnections(3)
     busy: list[Any] = guests(3, MALLORY)
     for guest in busy:
-        crowd.enter(guest)
-        crowd.begins(guest)
-    assert crowd.enter(guests(1, ALICE)[0]) is busy[0]
-    crowd.leave(busy[0])
+        connections.enter(guest)
+        connections.begins(guest)
+    assert connections.enter(guests(1, ALICE)[0]) is busy[0]
+    connections.leave(busy[0])
     own = guests(1, MALLORY)[0]
-    assert crowd.enter(own) is own
+    assert connections.enter(own) is own
