@@ -1,1 +1,1 @@
-"""The console: pages on which operators see what the broker knows, and repair what it lets them."""
+"""The console: pages on which operators see what the broker knows, and repair what it permits."""

@@ -30,7 +30,7 @@ class _Deadlines(NamedTuple):
     idle_seconds: float = 75.0
 
 
-_SHUTDOWN_SECONDS: Final = 1.0  # for answers at work; a live page is cut off, and its browser comes again
+_SHUTDOWN_SECONDS: Final = 1.0  # for answers at work; a live page is cut off, and its browser reconnects
 
 
 async def run(config: ConsoleConfig) -> Exit:
@@ -64,7 +64,7 @@ def timed_server(app: web.AppRunner) -> TimedServer:
 
 
 def main(config_file: Path | None) -> int:
-    """Load the config and run; what is fatal becomes one sentence and its exit code."""
+    """Load the config and run; a `Fatal` becomes one sentence and its exit code."""
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)

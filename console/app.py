@@ -66,7 +66,7 @@ async def log_out(request: web.Request) -> web.Response:
 
 
 def _next(request: web.Request) -> str:
-    """Return where the log-in leads, which is a page of ours."""
+    """Return where the log-in leads, always a page of the console."""
     wanted = request.query.get("next", HOME)
     return wanted if _OWN_PATH.fullmatch(wanted) else HOME
 
@@ -102,7 +102,7 @@ ROUTES: Final = [
           summary="What operators changed"),
     Route(method="POST", path="/repairs", handler=repairs.plan, access="repair", summary="Dry-run a verb"),
     Route(method="GET", path="/repairs/{id}", handler=repairs.show_repair, access="repair",
-          summary="What would be done, how far it is, what came of it"),
+          summary="What would be done, its progress, its outcome"),
     Route(method="POST", path="/repairs/{id}", handler=repairs.begin, access="repair", summary="Do what was planned"),
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
     app = application([*ROUTES, static], Gate(config, sessions).authorize)
     app[SESSIONS] = sessions
     app[ACCESS] = {route.path: route.access for route in ROUTES if route.method == "GET"}
-    overview.prepare(app)
+    app[overview.WATCH] = overview.Watch()
     app.cleanup_ctx.append(repairs.remember)
     app.middlewares.append(problems_as_pages)
     app.on_response_prepare.append(add_headers)
@@ -137,7 +137,7 @@ async def show_static(request: web.Request) -> web.Response:
 
 @web.middleware
 async def problems_as_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Show what went wrong as a page; whose token the broker has forgotten has to log in again."""
+    """Show what went wrong as a page; an operator whose token the broker no longer knows has to log in again."""
     try:
         return await handler(request)
     except PostroomError as error:
@@ -157,7 +157,7 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
 
 
 async def add_headers(_request: web.Request, answer: web.StreamResponse) -> None:
-    """Forbid browsers what no page of ours needs."""
+    """Forbid browsers what no page of the console needs."""
     answer.headers.update(_HEADERS)
     answer.headers.setdefault("Cache-Control", "no-store")
     answer.headers.popall("Server", None)

@@ -38,13 +38,13 @@ async def show_messages(request: web.Request) -> web.Response:
 
 
 async def find(request: web.Request) -> web.Response:
-    """`GET /find?id=`: a form without a script knows no path with the id in it."""
+    """`GET /find?id=`: a form without a script cannot make a path with the id in it."""
     wanted = request.query.get("id", "").strip()
     raise web.HTTPSeeOther(f"/trace/{quote(wanted, safe='')}" if wanted else "/messages")
 
 
 async def show_story(request: web.Request) -> web.Response:
-    """`GET /trace/{id}`: where it waits, how it went in time, what follows from what, and the body for its readers."""
+    """`GET /trace/{id}`: where it waits, its steps in time and as a tree, and the body for those who may read it."""
     client, id_ = request[SESSION].client, request.match_info["id"]
     story = await client.trace(id_)
     steps = story.steps[:MOST_STEPS]
@@ -54,7 +54,7 @@ async def show_story(request: web.Request) -> web.Response:
     if accepted is not None:
         try:
             message = await client.message(accepted.thing)
-        except (NotFound, NotPermitted):  # retention took it, or somebody else's eyes alone may see it
+        except (NotFound, NotPermitted):  # retention has deleted it, or this operator may not read it
             message = None
     text = None if message is None else _text(message)
     return page(
@@ -74,7 +74,7 @@ async def show_story(request: web.Request) -> web.Response:
 
 
 async def show_body(request: web.Request) -> web.Response:
-    """`GET /messages/{id}/body`: as a file that no browser shows as a page."""
+    """`GET /messages/{id}/body`: as a file, which browsers do not show as a page."""
     message = await request[SESSION].client.message(request.match_info["id"])
     data = base64.b64decode(message.body_base64) if message.body_base64 is not None else (message.body or "").encode()
     headers = {"Content-Disposition": f'attachment; filename="{message.broker_message_id}"'}
@@ -82,7 +82,7 @@ async def show_body(request: web.Request) -> web.Response:
 
 
 def _text(message: HistoryMessage) -> str | None:
-    """Return a body that is text; JSON as people read it, where it is not too large for that."""
+    """Return a body that is text; JSON is indented, where it is not too large for that."""
     if message.body is None or len(message.body) > MOST_TEXT:
         return message.body
     try:
@@ -92,7 +92,7 @@ def _text(message: HistoryMessage) -> str | None:
 
 
 def _moment(given: dict[str, str], name: str) -> datetime | None:
-    """Read a time of a form, in UTC unless it says otherwise."""
+    """Read a time of a form, in UTC unless it has an offset."""
     if name not in given:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The pages of what operators see: dead letters, what is published and read, jobs, programs, and the one log."""
+"""The pages of what operators see: dead letters, publishing, consumers, jobs, programs, and the operator log."""
 
 import asyncio
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ async def show_letter(request: web.Request) -> web.Response:
 
 
 async def show_consumers(request: web.Request) -> web.Response:
-    """`GET /consumers?mesh=`: who is how far behind, those first."""
+    """`GET /consumers?mesh=`: how far each is behind, paused ones and those furthest behind first."""
     mesh, meshes = await mesh_of(request, asked(request))
     found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh, last=60))
     found.consumers.sort(key=lambda one: (one.paused is None, -one.waiting - one.in_hand, one.stream, one.consumer))
@@ -87,7 +87,7 @@ async def list_jobs(request: web.Request) -> web.Response:
 
 
 async def show_job(request: web.Request) -> web.Response:
-    """`GET /jobs/{id}`: its activities as they spawned each other, and what operators did to it."""
+    """`GET /jobs/{id}`: its activities as a tree, and what operators did to it."""
     found = await request[SESSION].client.inspect(JOBS, request.match_info["id"])
     branches = grow(found.activities[:MOST_ACTIVITIES])
     rest = len(found.activities[MOST_ACTIVITIES:])
@@ -95,7 +95,7 @@ async def show_job(request: web.Request) -> web.Response:
 
 
 async def show_programs(request: web.Request) -> web.Response:
-    """`GET /programs`: those of all hosts by their last report, what is wrong first."""
+    """`GET /programs`: those of all hosts by their last report, those with troubles first."""
     session = request[SESSION]
     programs = (await session.client.list_things(PROGRAMS, ProgramsQuery(mesh=session.mesh))).programs
     troubles = {id(one): list(one.troubles()) for one in programs}
@@ -114,7 +114,7 @@ async def show_log(request: web.Request) -> web.Response:
 
 
 def _query(kind: type[Q], wanted: Mapping[str, Any]) -> Q:
-    """Make the query of a page of rows; raises `InvalidMessage` for what that may not ask."""
+    """Make the query of a page of rows; raises `InvalidMessage` for invalid fields."""
     asks = {name: value for name, value in wanted.items() if value is not None}
     try:
         return msgspec.convert({**asks, "limit": ROWS}, kind, strict=False)

@@ -1,7 +1,7 @@
 """The overview: how much waits on each step of a message's way, how fast it goes, and what is wrong, live.
 
-Rates follow from what programs have counted between two of their reports: there is none before the second one. The
-plots of the last hour follow from what the reports of each minute have added up to.
+A rate is the difference of a program's counts in two of its reports: there is no rate before the second one. The plots
+of the last hour add up the reports of each minute.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _RATES: Final = ("relayed", "accepted", "published", "handled", "dead_lettered")
 
 
 class Overview(NamedTuple):
-    """What is known at one moment: numbers by what they are, as text, what is wrong, and the plots of the last hour."""
+    """The state at one moment: numbers by name, as text, what is wrong, and the plots of the last hour."""
 
     numbers: dict[str, str]
     wrong: list[Trouble]
@@ -49,9 +49,9 @@ class Overview(NamedTuple):
 
 
 class Watch:
-    """Looks at everything, once for all who watch (docs/contract/operate.md#operate-72): they are all told the same.
+    """Looks at everything, once for all open pages (docs/contract/operate.md#operate-72), which all show the same.
 
-    The broker is asked with the token of one of them, and whether the tokens of the others still hold.
+    The broker is asked with the token of one of them, and whether the tokens of the others are still valid.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._lock = asyncio.Lock()
 
     async def look(self, client: BrokerClient) -> Overview:
-        """Return how things are; a look that is a few seconds old is good enough. Raises what the broker answers."""
+        """Return the current state, at most a few seconds old. Raises what the broker answers."""
         async with self._lock:
             now = time.monotonic()
             if self._seen is None or now - self._seen[0] > _LOOK_SECONDS - 0.5:
@@ -106,20 +106,15 @@ class Watch:
         return Overview(numbers, worst_first(wrong), draw(self.minutes))
 
 
-_watch: Final = web.AppKey("watch", Watch)
-
-
-def prepare(app: web.Application) -> None:
-    """Give an application what looks."""
-    app[_watch] = Watch()
+WATCH: Final = web.AppKey("watch", Watch)
 
 
 async def show_overview(request: web.Request) -> web.Response:
-    """`GET /`: for whoever may look everywhere; others begin at their messages."""
+    """`GET /`: for operators that may look everywhere; others begin at their messages."""
     session = request[SESSION]
     if not session.may(EVERYWHERE):
         raise web.HTTPSeeOther(MESSAGES)
-    watch = request.app[_watch]
+    watch = request.app[WATCH]
     overview = await watch.look(session.client)
     return page(request, "overview.html", **overview._asdict(), minutes=watch.minutes)
 
@@ -128,7 +123,7 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
     """`GET /live`: the same as server-sent events, until the session ends."""
     session = request[SESSION]
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-    watch, sent = request.app[_watch], b""
+    watch, sent = request.app[WATCH], b""
     try:
         await answer.prepare(request)
         while not request.app[SESSIONS].is_over(session.key):
@@ -136,7 +131,7 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
                 data = msgspec.json.encode((await watch.look(session.client))._asdict())
             except PostroomError as error:
                 data = msgspec.json.encode({"trouble": str(error)})
-            except RuntimeError:  # its operator has logged out meanwhile: the client is closed
+            except RuntimeError:  # the operator has logged out meanwhile: the client is closed
                 if request.app[SESSIONS].is_over(session.key):
                     break
                 raise

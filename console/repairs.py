@@ -1,7 +1,7 @@
-"""Repairs: what an operator is about to do, shown first as a dry run, then done under a reason, with its progress.
+"""Repairs: an operator's change, shown first as a dry run, then done with a reason, with its progress.
 
-A repair is about the things that its dry run has found, and about no others: what fails meanwhile is not meant. It
-belongs to the session that began it, and is forgotten with it; what was done is in the broker's log.
+A repair applies only to the things that its dry run has found, not to those that fail meanwhile. It belongs to the
+session that began it, and is forgotten with it; what was done is in the broker's log.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ _NOUNS: Final = {noun.path: noun for noun in _OPERATED}
 
 
 class Repair:
-    """One verb on the things that a dry run has found: planned, then under way, then over."""
+    """One verb on the things that a dry run has found: planned, then under way, then finished."""
 
     def __init__(self, noun: _Noun, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
         self.noun = noun
         self.verb = verb
-        self.page = f"/{noun.path.split('/')[2]}"  # that lists such things
+        self.page = f"/{noun.path.split('/')[2]}"  # the list of such things
         self.mesh = mesh
         self.session = session
         self.things = [str(getattr(thing, "id", thing)) for thing in planned.done]
@@ -60,11 +60,11 @@ class Repair:
                 async for part in parts:
                     self.done += part.done
                     self.failed += part.failed
-        except (PostroomError, RuntimeError) as error:  # the latter: its operator has logged out
+        except (PostroomError, RuntimeError) as error:  # the latter: the operator has logged out
             self.trouble = str(error)
 
 
-_AT_ONCE: Final = min(100, CHANGES)  # things in one request: so often does the progress move
+_AT_ONCE: Final = min(100, CHANGES)  # things in one request, after which the progress is updated
 _repairs: Final = web.AppKey("repairs", dict[int, Repair])
 _numbers: Final = itertools.count(1)
 
@@ -110,12 +110,12 @@ async def plan(request: web.Request) -> web.Response:
 
 
 async def show_repair(request: web.Request) -> web.Response:
-    """`GET /repairs/{id}`: what would be done, how far it is, or what came of it."""
+    """`GET /repairs/{id}`: what would be done, its progress, or its outcome."""
     return page(request, "repair.html", repair=_own(request))
 
 
 async def begin(request: web.Request) -> web.Response:
-    """`POST /repairs/{id}`: do what was planned, for a reason; once."""
+    """`POST /repairs/{id}`: do what was planned, with a reason; once."""
     repair = _own(request)
     try:
         reason = msgspec.convert((await request.post()).get("reason"), Reason)
@@ -128,7 +128,7 @@ async def begin(request: web.Request) -> web.Response:
 
 
 def _filter_of(noun: _Noun) -> type[msgspec.Struct]:
-    """Return what says which things a verb of a noun means."""
+    """Return the type of the filter of a noun's verbs."""
     found: type[msgspec.Struct] = get_args(noun.change)[0]
     return found
 

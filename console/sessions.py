@@ -1,8 +1,7 @@
-"""Who is logged in: a cookie names a session, which holds an operator's token in memory and nowhere else.
+"""Sessions of operators: a cookie names a session, which holds an operator's token in memory and nowhere else.
 
-Every question goes to the broker with that token, so what an operator may see and do is the broker's decision. A
-session ends by logging out, with time, when the broker refuses its token, and with the process
-(docs/contract/operate.md#operate-72).
+Every request to the broker has that token, so the broker decides what an operator may see and do. A session ends by
+logging out, with time, when the broker refuses its token, and with the process (docs/contract/operate.md#operate-72).
 """
 
 import asyncio
@@ -32,13 +31,13 @@ MOST_ATTEMPTS: Final = 10  # to log in, that fail, of one address in a minute
 _MINUTE: Final = 60.0
 _SWEEP_SECONDS: Final = 30.0
 _SECONDS: Final = 30.0  # that one request to the broker may take
-_PATIENCE: Final = 2.0  # seconds that a person waits for a broker that is just being restarted
+_PATIENCE: Final = 2.0  # seconds that a page waits for a broker that is being restarted
 
 _log = structlog.get_logger(__name__)
 
 
 class Session(NamedTuple):
-    """An operator who is logged in: as whom, with which role, in which mesh (None: all), until when (monotonic)."""
+    """An operator's log-in: its name, its role, its mesh (None: all), and when it ends (monotonic)."""
 
     key: str
     client: BrokerClient
@@ -48,7 +47,7 @@ class Session(NamedTuple):
     ends_at: float
 
     def may(self, access: str) -> bool:
-        """Tell whether the operator may do what a role may, in a mesh or, as in `look everywhere`, in all of them."""
+        """Return whether the operator may do what a role may, in a mesh or, as in `look everywhere`, in all of them."""
         role, _, everywhere = access.partition(" ")
         return ROLES.index(self.role) >= ROLES.index(role) and not (everywhere and self.mesh)
 
@@ -79,15 +78,15 @@ class Sessions:
 
     @property
     def secure(self) -> bool:
-        """Whether browsers reach the console over TLS, so that a cookie is for that alone."""
+        """Whether browsers reach the console over TLS, so that cookies are sent over TLS only."""
         return (self._config.public_url or "").startswith("https://")
 
     def form_key(self, cookie: str) -> str:
-        """Return what every form of a browser with this cookie has to bring back: nobody else's page can know it."""
+        """Return the key that every form of a browser with this cookie has to send: other sites cannot know it."""
         return hmac.new(self._secret, cookie.encode(), hashlib.sha256).hexdigest()
 
     async def begin(self, token: str, address: str) -> Session:
-        """Log in whoever has a `token`, from an `address`.
+        """Log the owner of a `token` in, from an `address`.
 
         Raises `NotPermitted` where the broker does not know it, `TryAgain` (429) after too many attempts.
         """
@@ -126,46 +125,44 @@ class Sessions:
         return self._sessions[cookie]
 
     def is_over(self, cookie: str) -> bool:
-        """Tell whether a session has ended, without using it."""
-        session = self._sessions.get(cookie)
-        return session is None or self._has_ended(session)
+        """Return whether a session has ended, without using it."""
+        if (session := self._sessions.get(cookie)) is None:
+            return True
+        idle_from = self._used_at[cookie] + self._config.idle_minutes * _MINUTE
+        return self._monotonic() >= min(session.ends_at, idle_from)
 
     async def end(self, cookie: str) -> None:
-        """Forget a session and its token; one that is not there is no error."""
+        """Forget a session and its token; a missing one is not an error."""
         self._used_at.pop(cookie, None)
         if (session := self._sessions.pop(cookie, None)) is not None:
             _log.info("logged_out", actor=session.actor)
             await session.client.close()
 
     async def sweep(self) -> None:
-        """End the sessions whose time has come, for ever."""
+        """Forget the sessions that have ended, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            for session in list(self._sessions.values()):
-                if self._has_ended(session):
-                    await self.end(session.key)
-
-    def _has_ended(self, session: Session) -> bool:
-        idle_from = self._used_at[session.key] + self._config.idle_minutes * _MINUTE
-        return self._monotonic() >= min(session.ends_at, idle_from)
+            for key in list(self._sessions):
+                if self.is_over(key):
+                    await self.end(key)
 
 
 def new_cookie() -> str:
-    """Make the value of a cookie, which nobody can guess."""
+    """Make the value of a cookie, which cannot be guessed."""
     return secrets.token_urlsafe(32)
 
 
 class Gate:
-    """Decides which requests are answered: whose they are, and whether they come from a page of ours."""
+    """Decides which requests are answered: by their session, and whether a page of the console has sent them."""
 
     def __init__(self, config: ConsoleConfig, sessions: Sessions) -> None:
         self._public_url = config.public_url
         self._sessions = sessions
 
     async def authorize(self, request: web.Request, access: str) -> None:
-        """Put the session on the request, or send whoever has none to log in; `access` is `anyone` or a role.
+        """Put the session on the request, or redirect to the log-in without one; `access` is `anyone` or a role.
 
-        Raises `NotPermitted` for a role that may not do this, and for a form that no page of ours has sent.
+        Raises `NotPermitted` for a role that may not do this, and for a form that no page of the console has sent.
         """
         cookie = request.cookies.get(COOKIE, "")
         if request.method == "POST":
@@ -196,6 +193,6 @@ class Gate:
 
 
 def next_of(request: web.Request) -> str:
-    """Return the query of the log-in page that leads back to where a request goes."""
+    """Return the query of the log-in page that leads back to the page of a request."""
     back = request.method == "GET" and request.path not in ("/", "/login")
     return f"?{urlencode({'next': request.path_qs})}" if back else ""

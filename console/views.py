@@ -1,12 +1,10 @@
-"""What a page is made of: the templates, what each of them gets, and plots.
+"""The parts of a page: the templates, the values that each of them gets, and plots.
 
 A plot is a path of SVG, so that it needs no script: as wide as there are minutes, and `HEIGHT` high; the page stretches
-it. A table says the same.
+it. A table shows the same.
 
-Everything that a template is given is text to it: Jinja escapes it. No page has a script or a style of its own.
+Jinja escapes every value. No page has a script or a style of its own.
 """
-
-from __future__ import annotations
 
 import hashlib
 import math
@@ -47,12 +45,18 @@ NAVIGATION: Final = (
     ("/programs", "Programs"),
     ("/log", "Log"),
 )
-ACCESS: Final = web.AppKey("access", dict[str, str])  # of each page, as the table of routes has it
+ACCESS: Final = web.AppKey("access", dict[str, str])  # of each page, from the table of routes
 
 
 def number(count: int) -> str:
-    """Write a number so that its thousands can be read."""
+    """Write a number with separators between thousands."""
     return f"{count:,}"
+
+
+def with_query(**pairs: Any) -> str:
+    """Return the query of a link, `?a=1&b=2`; what is not set is left out."""
+    query = urlencode({name: value for name, value in pairs.items() if value not in (None, "")})
+    return f"?{query}" if query else ""
 
 
 _ENVIRONMENT: Final = Environment(
@@ -78,23 +82,17 @@ _ENVIRONMENT.globals |= {
     "navigation": NAVIGATION,
     "zip": zip,
     "explain": explain,
-    "with_query": lambda **pairs: link_query(pairs),
+    "with_query": with_query,
 }
 
 
-def link_query(pairs: dict[str, Any]) -> str:
-    """Return the query of a link, `?a=1&b=2`; what is not set is left out."""
-    query = urlencode({name: value for name, value in pairs.items() if value not in (None, "")})
-    return f"?{query}" if query else ""
-
-
 def asked(request: web.Request) -> dict[str, str]:
-    """Return what a form or a link asks for: the fields that are filled in; to a template the others are empty."""
+    """Return the fields of a form or a link that are filled in; the others are empty for a template."""
     return defaultdict(str, {name: text for name, text in request.query.items() if text.strip()})
 
 
 def page(request: web.Request, template: str, *, status: int = 200, **values: Any) -> web.Response:
-    """Answer with a page; a browser without a cookie gets one, so that its forms are known to be ours."""
+    """Answer with a page; a browser without a cookie gets one, so that its forms can be recognised."""
     session: Session | None = request.get(SESSION)
     cookie = request.cookies.get(COOKIE, "") if session is None else session.key
     fresh = not cookie
@@ -113,12 +111,12 @@ def page(request: web.Request, template: str, *, status: int = 200, **values: An
 
 
 def set_cookie(request: web.Request, answer: web.StreamResponse, value: str) -> None:
-    """Hand a browser its cookie: no script reads it, no other site's page sends it, and over TLS no plain request."""
+    """Set the cookie: no script reads it, no other site's page sends it, and with TLS no plain request does."""
     answer.set_cookie(COOKIE, value, path="/", httponly=True, samesite="Strict", secure=request.app[SESSIONS].secure)
 
 
 async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | None, list[str]]:
-    """Return the mesh that a page is about, the one that is asked for, else the first, and those to choose from."""
+    """Return the mesh of a page, the requested one or else the first, and those to choose from."""
     session = request[SESSION]
     if session.mesh is not None:
         return session.mesh, [session.mesh]
@@ -127,7 +125,7 @@ async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | No
 
 
 def draw(minutes: Sequence[Minute]) -> dict[str, str]:
-    """Draw what was counted in each minute as bars, and how long it took as lines on a logarithmic scale."""
+    """Draw the counts of each minute as bars, and the latencies as lines on a logarithmic scale."""
     counts = {name: bars([getattr(one, name) for one in minutes]) for name in ("accepted", "handled", "dead_lettered")}
     return counts | {name: _line([getattr(one, name) for one in minutes]) for name in ("p50", "p99")}
 

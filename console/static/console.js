@@ -27,12 +27,12 @@ for (const table of document.querySelectorAll("table[data-choose]")) {
   head.replaceChildren(all);
 }
 
-// The overview follows what the console tells it; whatever it is told is text.
+// The overview shows what the console streams to it, always as text.
 const live = document.querySelector("[data-stream]");
 if (live) {
   const trouble = document.querySelector("[data-trouble]");
   const wrong = document.querySelector("[data-wrong]");
-  let told = "";
+  let shown = "";
   const source = new EventSource(live.dataset.stream);
   source.addEventListener("message", (event) => {
     const news = JSON.parse(event.data);
@@ -44,8 +44,8 @@ if (live) {
       if (text !== undefined && place.textContent !== text) place.textContent = text;
     }
     for (const path of document.querySelectorAll("[data-path]")) path.setAttribute("d", news.paths[path.dataset.path]);
-    if (told === JSON.stringify(news.wrong)) return;
-    told = JSON.stringify(news.wrong);
+    if (shown === JSON.stringify(news.wrong)) return;
+    shown = JSON.stringify(news.wrong);
     wrong.replaceChildren(...(news.wrong.length ? news.wrong.slice(0, 50) : [{ what: "Nothing." }]).map(({ thing, what, help, level }) => {
       const item = document.createElement("li");
       if (thing) {
