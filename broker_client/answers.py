@@ -35,7 +35,7 @@ _BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 
 
 class Outcome(StrEnum):
-    """What one attempt came to, as the metrics count it."""
+    """How one attempt ended, as the metrics count it."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
@@ -74,7 +74,7 @@ def outcome_of(answer: AcceptAnswer) -> Outcome:
 
 
 def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settlement:
-    """Turn the broker's answer for `row` into what becomes of the row."""
+    """Turn the broker's answer for `row` into its settlement."""
     match outcome_of(answer):
         case Outcome.ACCEPTED | Outcome.DUPLICATE:
             return Settlement(
@@ -86,7 +86,7 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settl
             )
         case Outcome.CONFLICT | Outcome.REJECTED:
             return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
-        case outcome:  # of a 5xx the broker itself may not know what became of the message
+        case outcome:  # after a 5xx the broker itself may not know whether it stored the message
             limited = outcome is Outcome.RATE_LIMITED
             seconds = answer.problem.retry_after if limited and answer.problem is not None else None
             error = _error_text(answer)
@@ -95,7 +95,7 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settl
 
 
 def backed_off(row: ClaimedRow, reason: str, waits: Waits, *, answered: bool | None) -> Settlement:
-    """Back off the one message that makes every request with it fail; `answered` as `returned` has it."""
+    """Back off the one message that makes every request with it fail; `answered` as in `returned`."""
     wait_ms = waits.wait_ms(row.attempts + 1)
     return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), wait_ms=wait_ms, answered=answered)
 
@@ -125,7 +125,7 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
 
 
 def not_dated(row: ClaimedRow, wait_ms: int) -> Settlement:
-    """Give a row back that is too old to be posted, by a clock that nobody has confirmed."""
+    """Give a row back that is too old to be posted according to a clock that the broker has not confirmed."""
     detail = "it may be too old to be posted, but the broker has not confirmed this machine's clock: check the time"
     return returned(row, f"clock_unconfirmed: {detail}", wait_ms=wait_ms)
 
@@ -170,8 +170,8 @@ REACTIONS: Final[dict[Failure, Reaction]] = {
 def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: RelaySettings) -> float:
     """Return how long to pause after `failures` failures in a row, at least as long as the broker asked for.
 
-    After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all whom it turned away
-    together would come back together; none waits longer for that than docs/contract/send.md#send-66 allows.
+    After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all the daemons that it
+    refused together would come back together; none waits longer for that than docs/contract/send.md#send-66 allows.
     """
     if REACTIONS[error.failure].busy:
         asked = error.retry_after or RETRY_AFTER_LEAST
@@ -192,7 +192,7 @@ class RelayCounters:
         self.latency = Histogram(_BOUNDS)
 
     def batch(self, result: str, outcomes: Iterable[Outcome], seconds: float) -> None:
-        """Count one post: what came of it as a whole and of each message, and how long it took."""
+        """Count one post: its result as a whole, the outcome of each message, and how long it took."""
         self.batches[result] += 1
         self.attempts.update(outcomes)
         self.latency.observe(seconds)

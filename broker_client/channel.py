@@ -37,10 +37,10 @@ class Failure(StrEnum):
 
 
 class RequestFailed(Unavailable):
-    """A request to the broker came to nothing; whether it took effect there is not known.
+    """A request to the broker failed; whether it took effect there is not known.
 
     `failure` is what happened, `retry_after` the seconds that the broker asked for, already clamped. `by_proxy` is for
-    an answer without a code of the broker's: whoever gave it may have passed the request on before.
+    an answer without a code of the broker's: a proxy may have given it after passing the request on.
     Passed on to a caller of the socket it is a 502, 503 or 504.
     """
 
@@ -70,7 +70,7 @@ class TokenFile:
         self._changes = 0
 
     def is_open(self) -> bool:
-        """Tell whether users other than its own and its group's can read or write it."""
+        """Return whether users other than its owner and group can read or write it."""
         try:
             return bool(self._path.stat().st_mode & stat.S_IRWXO)
         except OSError:  # `read` says what is wrong
@@ -84,7 +84,7 @@ class TokenFile:
     def read(self) -> str:
         """Return the token as the file holds it now.
 
-        Raises `RequestFailed` (`NOT_PERMITTED`) where the file is missing, empty, not a token, or open to everybody.
+        Raises `RequestFailed` (`NOT_PERMITTED`) if the file is missing, empty, not a token, or open to every user.
         """
         try:
             status = self._path.stat()
@@ -115,7 +115,7 @@ class Reply(NamedTuple):
     status: int
     content: bytes
     retry_after: str | None
-    date: str | None = None  # when it was made, by the clock of whoever answered; None for what a cache kept
+    date: str | None = None  # when it was made, by the answering server's clock; None for what a cache kept
 
 
 class Channel:
@@ -145,7 +145,7 @@ class Channel:
         await self._pool.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> Reply:
-        """Send one request and read its whole answer; raises `RequestFailed` where there is none."""
+        """Send one request and read its whole answer; raises `RequestFailed` if there is no answer."""
         framing = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._always}Authorization: Bearer {self.token.read()}\r\n"
         try:
@@ -154,10 +154,10 @@ class Channel:
                 seconds=self._settings.request_seconds,
                 connecting=self._settings.connect_seconds,
                 limit=self._settings.max_answer_bytes,
-                repeatable=False,  # a try that broke may have taken effect, which only the relay may forget
+                repeatable=False,  # a failed try may have taken effect: whether to repeat it, only the relay decides
             )
         except Unreachable as error:
-            late = f"nobody answered within {self._settings.connect_seconds:g} s"
+            late = f"no answer within {self._settings.connect_seconds:g} s"
             sentence = f"cannot connect to {self.base}: {clean(str(error.__cause__)) or late}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
         except TimeoutError as error:

@@ -50,28 +50,31 @@ _RETRIES: Final = Backoff(5.0, 5.0, least=STEADY)  # after a look-up of done row
 
 
 def max_age_hours(features: Features, override: int | None) -> int:
-    """Return the age in hours at which a row goes dead, at this broker; raises `Fatal` (78) where it is incompatible.
+    """Return the age in hours at which a row goes dead, at this broker; raises `Fatal` (78) if it is incompatible.
 
-    The margin is max(24 h, 10 % of the window, rounded up). An `override` may use the margin up, but for 24 h.
+    The margin is max(24 h, 10 % of the window, rounded up). An `override` may use up all of it but 24 h.
     """
     dedupe = features.client_message_id_dedupe
     if dedupe is not None and dedupe.mode not in DEDUPE_MODES:
-        raise _incompatible(
+        raise Fatal(
+            Exit.CONFIG,
             f"the broker recognises repeated ids in a way that this daemon does not know ({clean(dedupe.mode)}): "
-            "upgrade the daemon, or point broker.url at another"
+            "upgrade the daemon, or point broker.url at another",
         )
     if dedupe is None or dedupe.version != DEDUPE_VERSION or not dedupe.request_fingerprint:
-        raise _incompatible(
+        raise Fatal(
+            Exit.CONFIG,
             "the broker does not offer client_message_id_dedupe version 1 with request_fingerprint, "
-            "so that a repeated message could be accepted twice: upgrade the broker, or point broker.url at another"
+            "so that a repeated message could be accepted twice: upgrade the broker, or point broker.url at another",
         )
     if dedupe.mode == "permanent":
         return PERMANENT_HOURS if override is None else _within(override, PERMANENT_MOST_HOURS, PERMANENT_MOST_HOURS)
     days = dedupe.dedupe_retention_days or 0
     if days < LEAST_RETENTION_DAYS:
-        raise _incompatible(
+        raise Fatal(
+            Exit.CONFIG,
             f"the broker recognises a repeated id for {days} days only, {LEAST_RETENTION_DAYS} are needed: "
-            "raise its dedupe retention"
+            "raise its dedupe retention",
         )
     window = min(days, MOST_RETENTION_DAYS) * _DAY
     derived = window - max(LEAST_MARGIN_HOURS, math.ceil(window * MARGIN))
@@ -79,27 +82,27 @@ def max_age_hours(features: Features, override: int | None) -> int:
 
 
 def recognised_hours(features: Features) -> int | None:
-    """Return the age in hours up to which the broker surely recognises an id; None where it does for ever."""
+    """Return the age in hours up to which the broker is sure to recognise an id; None if it always does."""
     if (dedupe := features.client_message_id_dedupe) is not None and dedupe.mode == "permanent":
         return None
     return max_age_hours(features, None)
 
 
 def assumed_max_age_hours(features: Features | None, override: int | None) -> int:
-    """Return the age to go by until the broker can be asked: the override's, else that of what was last seen."""
+    """Return the age that counts until the broker can be asked: the override, else that of the last seen features."""
     dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
     assumed = Features(mesh="", member="", max_batch=1, client_message_id_dedupe=dedupe)
     return max_age_hours(assumed, None) if override is None else override
 
 
 class KeptFeatures:
-    """The features that the broker last showed, kept on disk for a start while it is away."""
+    """The features that the broker last showed, kept on disk for a start while it is unreachable."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / _FILE
 
     def load(self) -> Features | None:
-        """Return what was kept, or None where nothing usable is there; a damaged file is logged and replaced later."""
+        """Return what was kept, or None without a usable file; a damaged one is logged and replaced later."""
         try:
             features = msgspec.json.decode(self._file.read_bytes(), type=Features)
             max_age_hours(features, None)
@@ -111,7 +114,7 @@ class KeptFeatures:
         return features
 
     def save(self, features: Features) -> None:
-        """Replace what was kept, whole or not at all; a disk that does not take it is logged and no reason to stop."""
+        """Replace what was kept, whole or not at all; if that fails, the daemon logs it and goes on."""
         try:
             replace_private(self._file, msgspec.json.encode(features).decode())
         except OSError as error:
@@ -120,23 +123,20 @@ class KeptFeatures:
 
 def _within(override: int, most: int, advised: int) -> int:
     if override > most:
-        raise _incompatible(
+        raise Fatal(
+            Exit.CONFIG,
             f"relay.max_age_hours is {override}, more than the {most} h in which the broker is sure to recognise a "
-            f"repeated id: set it to {advised} or less, or omit it"
+            f"repeated id: set it to {advised} or less, or omit it",
         )
     if override > advised:
         _log.warning("max_age_inside_margin", max_age_hours=override, advised_hours=advised)
     return override
 
 
-def _incompatible(sentence: str) -> Fatal:
-    return Fatal(Exit.CONFIG, sentence)
-
-
 class FeatureCheck:
-    """Asks for the features at a start, after the broker was away, whenever the token changes, and now and then.
+    """Asks for the features at start, after an outage of the broker, whenever the token changes, and periodically.
 
-    Until they are known, those last seen count, kept on disk, else the defaults (docs/contract/send.md#send-73).
+    Until they are known, those last seen and kept on disk count, else the defaults (docs/contract/send.md#send-73).
     """
 
     def __init__(self, link: BrokerLink, settings: RelaySettings, state_directory: Path, mesh: str | None) -> None:
@@ -162,20 +162,20 @@ class FeatureCheck:
         return max(LEAST_MARGIN_HOURS, window - self.max_age_hours) * HOUR
 
     def is_due(self) -> bool:
-        """Tell whether nothing may be posted before the check: the token is new, or gone, or the last one is old."""
+        """Return whether a check has to come before any post: the token is new or missing, or the last check is old."""
         try:
             return self._link.identity() != self._identity or self.fresh_seconds() <= 0
-        except RequestFailed:  # no token to show: asking says so
+        except RequestFailed:  # no usable token: `ask` reports it
             return True
 
     def fresh_seconds(self) -> float:
-        """Return how long the last check is still worth something."""
+        """Return for how many seconds the last check still counts."""
         return self._asked_at + _FRESH_SECONDS - time.monotonic()
 
     async def ask(self) -> None:
-        """Do the check. Raises `RequestFailed` where it has to be repeated, `Fatal` (78) where it failed permanently.
+        """Do the check. Raises `RequestFailed` if it has to be repeated, `Fatal` (78) if it failed permanently.
 
-        A token of another mesh is no reason to end: an operator can put the right one into the file.
+        A token of another mesh does not stop the daemon: an operator can put the right one into the file.
         """
         identity = self._link.identity()
         features = await self._link.features()
@@ -191,13 +191,14 @@ class FeatureCheck:
 
 
 class Comparison:
-    """Compares what is done here with what the broker's database has, after that came back older than it was.
+    """Compares the done rows with the broker's database, after that was restored to an earlier state.
 
-    The features name the database's incarnation. Where it is another one than the done rows were last compared with,
-    they are looked up, batch by batch, beside the relay. What is not there is missing until an operator sends it again.
-    The same where the mesh's numbers have gone back, since an older database was put in place and nobody said so.
+    The features name the database's incarnation. If it is not the one that the done rows were last compared with, they
+    are looked up, batch by batch, while the relay works. A row not found is missing until an operator sends it again.
+    The same happens when the mesh's numbers have gone back: an older database was put in place without
+    `postroom broker restored`.
 
-    There is one for a daemon: `begin` it where `name_of` says so, and `run` it as a task.
+    A daemon has one: call `begin` when `name_of` returns a name, and `run` it as a task.
     """
 
     def __init__(self, outbox: Outbox, link: BrokerLink, *, clock: Callable[[], int]) -> None:
@@ -208,12 +209,12 @@ class Comparison:
         self._due.set()  # one may have been under way before the start
 
     async def name_of(self, features: Features, last_done: int) -> str | None:
-        """Name the database that `features` show, if it is another one than the done rows were compared with.
+        """Return the name of the database that `features` show, or None if the done rows were compared with it.
 
         `last_done` is the highest number known here before the features were asked for.
         """
-        name, given_out = features.incarnation, features.last_history_id
-        is_older = given_out is not None and given_out < last_done
+        name, highest = features.incarnation, features.last_history_id
+        is_older = highest is not None and highest < last_done
         if name is not None and is_older:
             name = f"{name} before {last_done}"
         progress = await self._outbox.comparison()
@@ -221,13 +222,13 @@ class Comparison:
             return None
         if is_older:
             advice = "if Postgres was restored from a backup, run `postroom broker restored`"
-            _log.error("broker_database_older", last_history_id=given_out, known=last_done, advice=advice)
+            _log.error("broker_database_older", last_history_id=highest, known=last_done, advice=advice)
         return name
 
     async def begin(self, name: str, features: Features) -> None:
         """Begin to compare with the database of that name.
 
-        Rows are compared as long as their ids are surely recognised; older ones the broker may have swept.
+        Only rows whose ids the broker is sure to recognise are compared; it may have swept older ones.
         """
         hours = recognised_hours(features)
         since = 0 if hours is None else self._clock() - hours * HOUR
@@ -237,7 +238,7 @@ class Comparison:
         self._due.set()
 
     async def run(self) -> None:
-        """Compare whenever one has begun; ends with its task."""
+        """Carry out each comparison that has begun, until cancelled."""
         while True:
             await self._due.wait()
             self._due.clear()

@@ -1,4 +1,4 @@
-"""What the daemon says to its broker: accept, features, topics, reports; and the check that an answer makes sense.
+"""The daemon's requests to its broker (accept, features, topics, reports), and the check that an answer makes sense.
 
 An answer that is not JSON, or is about other ids, raises `RequestFailed` like a lost connection does
 (docs/contract/send.md#send-65).
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
-_LOOK_SECONDS: Final = 1.0  # between two looks for rows that ended
+_LOOK_SECONDS: Final = 1.0  # between two queries for rows that ended
 _PAUSES: Final = Backoff(1.0, 60.0)  # between two tries to report them
 _LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
 _ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
@@ -56,7 +56,7 @@ _decode_problem: Final = msgspec.json.Decoder(Problem).decode
 
 
 class BrokerLink:
-    """The way to the broker, as the member whose token the settings name. Close it when done."""
+    """The client of the broker, as the member whose token the settings name. Close it when done."""
 
     def __init__(self, settings: BrokerClientSettings, *, clock: Callable[[], int] = now_ms) -> None:
         """Check the settings; raises `Fatal` (78) for what cannot be used, and for a token that others can read."""
@@ -76,13 +76,13 @@ class BrokerLink:
 
     @property
     def address(self) -> str:
-        """Where requests go."""
+        """The broker's base URL."""
         return self._channel.base
 
     def identity(self) -> int:
         """Return a number that changes whenever the token does, since it may then be another member's.
 
-        Raises `RequestFailed` where there is no token to show.
+        Raises `RequestFailed` without a usable token.
         """
         return self._channel.token.changes()
 
@@ -95,20 +95,20 @@ class BrokerLink:
             RawAcceptItem(
                 client_message_id=row.client_message_id,
                 request_fingerprint=row.fingerprint.hex(),
-                message=msgspec.Raw(row.payload),  # spliced in as it lies in the outbox, never decoded
+                message=msgspec.Raw(row.payload),  # the outbox's bytes, never decoded
             )
             for row in rows
         ]
         return await self._answers("/v1/accept", _encode({"messages": items}), rows)
 
     async def accepted(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
-        """Ask which rows the broker accepted: what it has of each, in the order of `rows`; raises `RequestFailed`."""
+        """Return what the broker has of each row, in the order of `rows`, None if nothing; raises `RequestFailed`."""
         return [_found(answer) for answer in await self._look_up(rows)]
 
     async def compared(self, rows: Sequence[DoneRow]) -> tuple[list[tuple[DoneRow, Accepted | None]], list[DoneRow]]:
-        """Ask which rows the broker has, with what it has of each, and which it has not; raises `RequestFailed`.
+        """Return the rows that the broker has, each with what it has of it, and those it lacks; raises `RequestFailed`.
 
-        An id that somebody else has there is not lost: this daemon may have had another member's token before.
+        An id that another member has there is not lost: this daemon may have had that member's token before.
         """
         answers = list(zip(rows, await self._look_up(rows), strict=True))
         found = [(row, _found(answer)) for row, answer in answers if answer.status != HTTPStatus.NOT_FOUND]
@@ -146,15 +146,15 @@ class BrokerLink:
         return answers
 
     async def features(self) -> Features:
-        """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
+        """Ask what the broker supports, and the mesh and member of the token; raises `RequestFailed`."""
         return _decoded(self._succeeded(await self._request("GET", "/v1/features")), _decode_features)
 
     async def report_ended(self, report: EndedRows) -> None:
-        """Tell the broker of rows that ended here; raises `RequestFailed`."""
+        """Report rows that ended here; raises `RequestFailed`."""
         self._succeeded(await self._request("POST", "/v1/ended_rows", _encode(report)))
 
     async def report(self, report: Report) -> None:
-        """Tell the broker how this daemon is; raises `RequestFailed`."""
+        """Report this daemon's state; raises `RequestFailed`."""
         self._succeeded(await self._request("POST", PROGRAMS.path, _encode(report)))
 
     async def topics(self) -> TopicList:
@@ -196,7 +196,7 @@ class BrokerLink:
         try:
             problem = msgspec.json.decode(reply.content, type=_ProblemText)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            problem = _ProblemText()  # anything else that an answer holds is not repeated
+            problem = _ProblemText()  # nothing else of an answer is repeated
         words = f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
         sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
@@ -220,7 +220,7 @@ def failure_of(status: int, code: str = "") -> Failure:
             return Failure.REFUSED
         case _ if 500 <= status < 600:  # noqa: PLR2004 - the 5xx
             return Failure.SERVER_ERROR
-        case _:  # a redirect, or a success that nobody asked for
+        case _:  # a redirect, or a success that answers no request of ours
             return Failure.GARBAGE
 
 
@@ -247,35 +247,35 @@ def _garbage(sentence: str) -> RequestFailed:
 
 
 class _Answer(NamedTuple):
-    """When an answer came, and what its `Date` said: both ms since the epoch, each by its own clock."""
+    """When an answer came and its `Date`: both in ms since the epoch, each by its own clock."""
 
     local: int
     date: int
 
 
 class ConfirmedClock:
-    """The daemon's clock, held against the broker's last answer; times in ms since the epoch.
+    """The daemon's clock, compared with the broker's last answer; times in ms since the epoch.
 
-    A clock may be wrong by years, for seconds or permanently, and a message that dies of it is lost. So a row expires
-    by a clock alone that the last answer (its `Date`) agrees with to within the safety margin of the window, and
-    by none once that answer is older than the margin: whatever is wrong by then, the next answer tells.
+    A clock may be wrong by years, for seconds or permanently, and a message that expires because of it is lost. So rows
+    expire only while the `Date` of the last answer agrees with the clock to within the safety margin of the window,
+    and that answer is no older than the margin: the next answer shows what has gone wrong since.
     """
 
     def __init__(self) -> None:
         self._last: _Answer | None = None
 
     def answered(self, date: str | None, now: int) -> None:
-        """Note an answer with the header `Date`; one without says nothing, and takes back nothing."""
+        """Note an answer with the header `Date`; one without it changes nothing."""
         if (moment := read_date(date)) is not None:
             self._last = _Answer(now, moment)
 
     @property
     def ahead_ms(self) -> int | None:
-        """How far the clock was ahead of the broker's at the last answer, to a second; None where there was none."""
+        """How far the clock was ahead of the broker's at the last answer, to a second; None before the first."""
         return None if self._last is None else self._last.local - self._last.date
 
     def is_confirmed(self, now: int, margin: int) -> bool:
-        """Tell whether the last answer is recent, and agrees with the clock; the clock has not gone back since."""
+        """Return whether the last answer is recent and agrees with the clock, and the clock has not gone back since."""
         return (
             self._last is not None
             and 0 <= now - self._last.local <= margin
@@ -283,20 +283,20 @@ class ConfirmedClock:
         )
 
     def is_stale(self, now: int, margin: int) -> bool:
-        """Tell whether the broker has to be asked before anything is known of the clock."""
+        """Return whether the broker has to be asked before the clock can be confirmed."""
         return self._last is None or not 0 <= now - self._last.local <= margin
 
     def estimate(self, now: int) -> int:
-        """Return the time that it is by the broker's clock, as far as the last answer tells."""
+        """Return the time by the broker's clock, as the last answer implies it."""
         return now if self._last is None else now + self._last.date - self._last.local
 
 
 async def report_ends(outbox: Outbox, link: BrokerLink) -> None:
-    """Tell the broker for ever of rows that ended here and that it may never have seen.
+    """Report rows that ended here and that the broker may never have seen, until cancelled.
 
-    Which ones it has not heard of is in the outbox, written with what ended them, so that each is reported at least
-    once, also after a crash (docs/contract/operate.md#operate-64). Nobody waits for it: reports go by themselves, a few
-    at a time, while the broker can be reached.
+    Which ones are unreported is in the outbox, written in the transaction that ended them, so that each is reported at
+    least once, also after a crash (docs/contract/operate.md#operate-64). No request waits for it: reports are sent in
+    the background, a few at a time, while the broker can be reached.
     """
     rng, failures = Random(), 0  # noqa: S311 - it spreads retries and guards nothing
     while True:

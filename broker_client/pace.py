@@ -1,7 +1,7 @@
 """How fast the relay may go: what operators set (docs/contract/send.md#send-90), and what the broker takes.
 
 `Controls` are the pauses and rates that operators set, for everything or for one destination. `Availability` is what
-the relay knows of the broker: answering, busy and with how much, or away and when to try it again.
+the relay knows of the broker: that it answers, how busy it is, or that it fails and when to try it again.
 """
 
 import math
@@ -20,14 +20,14 @@ from outbox import ClaimedRow, RelayControl
 _log = structlog.get_logger(__name__)
 
 PORTION_SECONDS: Final = 0.1  # of a rate over everything: posts are this far apart
-DESTINATION_PORTION_SECONDS: Final = 1.0  # of one destination, whose rows have to be looked for among the others
+DESTINATION_PORTION_SECONDS: Final = 1.0  # of one destination, whose rows have to be found among the others
 OUTAGE_MS: Final = 30_000
 
 
 class Rate:
     """A bucket that fills at `per_second` and is emptied in portions, so that a rate is not a post per message.
 
-    It starts empty and holds one portion at most: after a quiet hour nobody is flooded either.
+    It starts empty and holds one portion at most, so that no burst follows a quiet hour.
     """
 
     def __init__(self, per_second: float, portion_seconds: float, now_ms: int) -> None:
@@ -57,7 +57,7 @@ class Rate:
 
 
 class Controls:
-    """Pauses and rates as the relay applies them between two looks at the outbox's table."""
+    """Pauses and rates as the relay applies them until it next reads the outbox's table."""
 
     def __init__(self, controls: Mapping[str, RelayControl] | None = None, now_ms: int = 0) -> None:
         """Take the controls by destination, '' for everything, as `Outbox.relay_controls` returns them."""
@@ -85,7 +85,7 @@ class Controls:
         return [*self.paused_destinations, *(to for to, rate in self._rates.items() if not rate.allowance(now_ms))]
 
     def wait_seconds(self, now_ms: int) -> float:
-        """Return when it is worth looking again, as far as rates are concerned; infinite without any."""
+        """Return how long until a rate lets a portion through; infinite without rates to wait for."""
         rates: Sequence[Rate] = [self._rate] if self._rate is not None else list(self._rates.values())
         waits = [wait for rate in rates if (wait := rate.wait_seconds(now_ms)) > 0]
         return min(waits, default=math.inf)
@@ -108,7 +108,7 @@ class Controls:
 
 
 class Availability:
-    """Whether the broker answers; the relay asks before each post and tells after it. Times in ms since the epoch.
+    """Whether the broker answers: the relay asks before each post and records its result. Times in ms since the epoch.
 
     `pauses` counts the pauses: of the posts that were under way together, only the first failure counts. `slots` is
     how many posts may be under way: half as many once the broker was too busy, one more with each round it answered.
@@ -136,17 +136,17 @@ class Availability:
         return self.failures > 0
 
     def pause_left(self, now_ms: int) -> float:
-        """Return how many seconds of the pause are left; none where the clock was set back since it began."""
+        """Return how many seconds of the pause are left; 0 if the clock was set back since it began."""
         return max(0, self.resume_at - now_ms) / 1000 if now_ms >= self._paused_at else 0.0
 
     def is_outage(self, now_ms: int) -> bool:
-        """Tell whether the broker has been tried and not reached for so long that an operator should know."""
+        """Return whether the broker has been tried and not reached for so long that an operator should know."""
         if self._unreached_since is not None:
             self._unreached_since = min(self._unreached_since, now_ms)  # the clock may have been set back
         return self._unreached_since is not None and now_ms - self._unreached_since >= OUTAGE_MS
 
     def failed(self, error: RequestFailed, pauses: int, now_ms: int) -> None:
-        """Pause after a whole request failed, unless another post since the same pause has said so already."""
+        """Pause after a whole request failed, unless a post sent before the same pause has caused one already."""
         if pauses != self.pauses:
             return
         self.pauses += 1
@@ -186,7 +186,7 @@ class Availability:
         self.degraded = False
 
     def reachable(self) -> None:
-        """Note that the broker showed features that will do; whether it accepts, the next batch finds out."""
+        """Note that the broker's features are compatible; whether it accepts, the next batch finds out."""
         self.features_due = False
         self._unreached_since = None
         self.reason = None

@@ -35,14 +35,14 @@ from postroom.errors import PostroomError
 _log = structlog.get_logger(__name__)
 
 SUSPECTS_LATER: Final = 4  # by this part of a pause, so that the next probe takes other rows where there are any
-OUTBOX_STOPPED: Final = frozenset({"outcome_unknown", "stopping"})  # codes of an outbox that takes nothing any more
+OUTBOX_STOPPED: Final = frozenset({"outcome_unknown", "stopping"})  # codes of an outbox that has stopped writing
 STORAGE_SECONDS: Final = 1.0  # between two tries to store a settlement, when the disk is full
 MOST_SUSPECTS: Final = 10_000  # rows remembered; the oldest are forgotten, which only makes the search longer
 _ANY_SIZE: Final = sys.maxsize
 
 
 class Suspicion(NamedTuple):
-    """What is held against a row: see `Suspects.failed`."""
+    """What is known of a suspect row: see `Suspects.failed`."""
 
     largest: int  # the batch it may be posted in
     answered: int  # posts that had been answered when it last failed
@@ -54,7 +54,7 @@ class Suspects:
 
     It is the search for the one message that makes every batch with it fail, by halving: each suspect may only be
     posted again in a batch of half the size. What is answered is cleared. So a batch shrinks around its cause until
-    that message is alone. Only memory: after a restart the search begins anew.
+    that message is alone. It is kept in memory only: after a restart the search begins again.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Suspects:
         answered other posts since. A single message that is to blame stays so until it is answered.
         """
         to_blame = all(
-            (held := self._rows.get(row.row_id)) is not None and (held.proven or held.answered < answered)
+            (known := self._rows.get(row.row_id)) is not None and (known.proven or known.answered < answered)
             for row in batch
         )
         suspicion = Suspicion(max(1, len(batch) // 2), answered, proven=to_blame and len(batch) == 1)
@@ -90,8 +90,8 @@ class Suspects:
     def divide(self, rows: Sequence[ClaimedRow]) -> list[list[ClaimedRow]]:
         """Split claimed rows into batches that no suspect is too large for.
 
-        Those beyond suspicion come first, and among suspects those that failed longest ago: what goes first is most
-        likely to get through.
+        Rows that are not suspect come first, then suspects, those that failed longest ago before the others: the first
+        ones are the most likely to be accepted.
         """
         if not self._rows:
             return [list(rows)] if rows else []
@@ -108,7 +108,7 @@ class Suspects:
 
 
 class Posting:
-    """Posts batches and settles them; what it learns of the broker and of suspects it shares with the relay's loop."""
+    """Posts batches and settles them; it shares `Availability` and `Suspects` with the relay's loop."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Posting:
         self.under_way += 1
         try:
             answers = await self._link.accept(batch)
-            _look_behind_the_broker(answers)
+            _raise_if_all_failed(answers)
         except RequestFailed as error:
             result, outcomes, settlements = error.failure.value, *self._failed(batch, error, pauses)
         else:
@@ -229,8 +229,11 @@ def _record(batch: Sequence[ClaimedRow], settlements: Sequence[Settlement], bega
         )
 
 
-def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:
-    """Raise `RequestFailed` where each message of a batch is answered 5xx: what the broker itself needs is away."""
+def _raise_if_all_failed(answers: Sequence[AcceptAnswer]) -> None:
+    """Raise `RequestFailed` if every message of a batch is answered 5xx: what the broker itself needs is unreachable.
+
+    That a single message is answered 5xx shows nothing about the others.
+    """
     if len(answers) == 1 or any(outcome_of(answer) is not Outcome.FAILED for answer in answers):
         return
     problem = answers[0].problem

@@ -32,8 +32,8 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
-IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
+PROBE_MESSAGES: Final = 10  # claimed for a probe; only the least suspect batch of them is posted
+IDLE_SECONDS: Final = 60.0  # longest wait for work, if nothing wakes the relay
 GATHER_SECONDS: Final = 0.02  # for which work gathers at most while posts are under way: few are cheaper than many
 APART_MS: Final = 10  # and from the beginning of one post to the next, where little comes
 
@@ -55,7 +55,7 @@ class Relay:
         rng: Random | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`mesh` is the one that the token has to speak for; `clock` (ms since the epoch) is the outbox's as well."""
+        """`mesh` is the one that the token has to belong to; `clock` (ms since the epoch) is the outbox's as well."""
         self._outbox = outbox
         outbox.when_urged(self.probe_now)
         self._link = link
@@ -87,7 +87,7 @@ class Relay:
     async def run(self) -> None:
         """Relay until `stop`. Raises `Fatal` (78) once the broker turns out to be incompatible.
 
-        A broker that cannot be reached is no reason to end: its features are asked for as soon as it can be.
+        An unreachable broker does not end it: the features are asked for as soon as it can be reached.
         """
         self._idle.clear()
         try:
@@ -138,7 +138,7 @@ class Relay:
             )
 
     def status(self) -> RelayStatus:
-        """Say what the relay does now, and why."""
+        """Return what the relay does now, and why."""
         availability, controls = self._availability, self._controls
         if self._stopping.is_set():
             state: RelayState = "stopped"
@@ -188,7 +188,7 @@ class Relay:
             await self._read_controls()
         if not 0 < self._seconds_until_expiry() <= self._settings.expiry_seconds:  # or the clock was set back
             if self._link.clock.is_stale(self._clock(), self._check.margin_ms):
-                self._availability.features_due = True  # their answer tells the time
+                self._availability.features_due = True  # the answer's `Date` is the broker's time
             await self._expire()
         # give back what was claimed before an outage: the probe is small; and an operator's pause is at once
         outage = self._availability.probing and self._ready_pauses != self._availability.pauses
@@ -216,7 +216,7 @@ class Relay:
             await self._sleep((APART_MS - passed) / 1000)
 
     def _hold_seconds(self) -> float:
-        """Return how long not to post: 0 to go on, infinite where something will wake the relay."""
+        """Return how long not to post: 0 to go on, infinite if the relay is woken when it may."""
         now = self._clock()
         if self._controls.paused or len(self._posts) >= (1 if self._availability.probing else self._availability.slots):
             return math.inf
@@ -227,7 +227,7 @@ class Relay:
         return 0.0
 
     async def _claim_rows(self) -> bool:
-        """Claim the next batch; False where nothing is due."""
+        """Claim the next batch; False if nothing is due."""
         now = self._clock()
         self._ready_pauses = self._availability.pauses
         if self._availability.probing:
@@ -246,7 +246,7 @@ class Relay:
         except PostroomError:
             self._claim = None
             raise
-        self._claim = None  # where `run` was cancelled it stays, and `stop` gives its rows back
+        self._claim = None  # if `run` was cancelled it stays set, and `stop` gives its rows back
         self._admit(rows)
         return bool(rows)
 
@@ -307,7 +307,7 @@ class Relay:
             _log.warning("messages_expired", rows=count, max_age_hours=self.max_age_hours)
 
     def _may_expire(self, now: int) -> bool:
-        """Tell whether the broker confirmed the clock; the outbox hears of it, which dates new rows by that clock."""
+        """Return whether the broker confirmed the clock; if so, the outbox may date new rows by it."""
         confirmed = self._link.clock.is_confirmed(now, self._check.margin_ms)
         if confirmed:
             self._outbox.confirm_clock()
@@ -317,7 +317,7 @@ class Relay:
         return (self._expire_at - self._clock()) / 1000
 
     async def _check_features(self) -> None:
-        """Ask for the features, unless a stop comes first; raises `Fatal` (78) where they do not do."""
+        """Ask for the features, unless a stop comes first; raises `Fatal` (78) if they are incompatible."""
         pauses = self._availability.pauses
         last_done = await self._outbox.last_history_id()  # before the broker says what it has
         asking = asyncio.ensure_future(self._check.ask())
@@ -325,8 +325,8 @@ class Relay:
             await _first_of(asyncio.shield(asking), self._stopping.wait())
             if asking.done():
                 asking.result()
-                # Have the done rows compared where the broker's database is another one.
-                # What the one before answered is settled first: no post is under way then whose answer might be its.
+                # Have the done rows compared if the broker's database is another one. The posts under way are settled
+                # first, since the previous database may have answered them.
                 features = self._check.features
                 if features is not None and (name := await self.comparison.name_of(features, last_done)) is not None:
                     if self._posts:

@@ -259,7 +259,7 @@ async def test_a_connection_that_does_not_come_about_in_time_is_unreachable(link
             client.connect_ex(full.getsockname())
         link = link_to(f"http://127.0.0.1:{full.getsockname()[1]}", connect_seconds=0.1)
         error = await failure_of(link, claimed(1))
-    assert (error.failure, str(error).endswith(": nobody answered within 0.1 s")) == (Failure.UNREACHABLE, True)
+    assert (error.failure, str(error).endswith(": no answer within 0.1 s")) == (Failure.UNREACHABLE, True)
 
 
 async def test_a_post_that_broke_off_is_not_sent_again_unasked(raw_upstream, link_to, claimed):

@@ -69,6 +69,7 @@ ORDERS: Final = [
     "build",
     "keep",
     "take",
+    "upgrade",
 ]
 NEXT: Final = re.compile(
     r"`[^`]+`|\(set "  # the command, or what is to be written
