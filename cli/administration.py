@@ -94,7 +94,7 @@ def create_member(
     """Create a member; its token is shown only once, and stored nowhere."""
     role: Role = "admin" if admin else "member"
     issue = partial(with_mesh, reach, lambda client, mesh: client.create_member(mesh, name, role))
-    _hand_over(token_out, issue, as_json=as_json)
+    _issue_token(token_out, issue, as_json=as_json)
 
 
 @members.command("rotate-token")
@@ -114,7 +114,7 @@ def rotate_token(
     if not keep_old:
         confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
     issue = partial(with_mesh, reach, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
-    _hand_over(token_out, issue, as_json=as_json)
+    _issue_token(token_out, issue, as_json=as_json)
 
 
 @members.command("retire-token")
@@ -172,7 +172,7 @@ def create_operator(
     """Create an operator; its token is shown only once, and stored nowhere."""
     may = cast("OperatorRole", role)
     issue = partial(with_broker, url, token_file, lambda client: client.create_operator(name, may, mesh))
-    _hand_over(token_out, issue, as_json=as_json)
+    _issue_token(token_out, issue, as_json=as_json)
 
 
 @operators.command("rotate-token")
@@ -188,7 +188,7 @@ def rotate_operator_token(
     """Give an operator a new token; the old one is refused from then on."""
     confirm(f"Replace the token of {name}, so that the old one is refused?", yes=yes)
     issue = partial(with_broker, url, token_file, lambda client: client.rotate_operator_token(name))
-    _hand_over(token_out, issue, as_json=as_json)
+    _issue_token(token_out, issue, as_json=as_json)
 
 
 @operators.command("list")
@@ -340,8 +340,8 @@ def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
     line(f"deleted queue {name}")
 
 
-def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken | OperatorToken], *, as_json: bool) -> None:
-    """Have a token issued and give it to whoever asked; where it could not be kept none is issued."""
+def _issue_token(token_out: Path | None, issue: Callable[[], MemberToken | OperatorToken], *, as_json: bool) -> None:
+    """Have a token issued and write it out; before it is issued, room for it is reserved in the file."""
     if token_out is None:
         issued = issue()
         json_line(issued) if as_json else line(issued.token)

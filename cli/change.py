@@ -1,8 +1,8 @@
-"""A verb of an operator on many things at once: which are meant, a question, and requests that each take moments.
+"""A verb of an operator on many things at once: which ones, a question, and requests that each take moments.
 
-How things are named, and what they are called, differs from noun to noun; the rest is here, and the same for all: one
-that is named is changed, after a question where that cannot be undone, and a refusal is the command's; of several, or
-all that filters match, a dry run counts first what would be done, and what fails is said while the others are done.
+How things are named, and what they are called, differs from noun to noun; the rest is here, and the same for all. A
+single named thing is changed, after a question if that cannot be undone, and a refusal fails the command. Of several,
+or all that filters match, a dry run first counts what would be done; failures are reported while the others are done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS: Final = 120.0  # that one request may take: it may change some hundred 
 
 
 class Change(NamedTuple):
-    """Whether all that filters match is meant, why a verb is done, and how."""
+    """Whether the verb is for all that filters match, its reason, and how it is done."""
 
     everything: All = False
     reason: Reason = None
@@ -53,13 +53,13 @@ class Portion(NamedTuple):
 class Asked(NamedTuple):
     """What is asked for: on these ids, or all that the filters match (None), why, and perhaps as a dry run.
 
-    `tell` is told how many things the answers are about so far.
+    `show` is called with the number of things in the answers so far.
     """
 
     ids: Sequence[str] | None
     why: str
     dry_run: bool
-    tell: Callable[[int], None] = lambda _: None
+    show: Callable[[int], None] = lambda _: None
 
 
 Ask = Callable[[Asked], Portion]
@@ -102,9 +102,9 @@ def change_all(
     matched = 0
     with progress(len(ids) or None, as_json=change.as_json) as show:
         for some in _cut(ids, size) if ids else [None]:
-            planned = ask(Asked(some, why, dry_run=True, tell=lambda count: show(count, f"{count:,} found")))
+            planned = ask(Asked(some, why, dry_run=True, show=lambda count: show(count, f"{count:,} found")))
             if some is None:
-                planned = planned._replace(failed={})  # what the verb is not for is not meant
+                planned = planned._replace(failed={})  # filters leave out what the verb is not for
             done += planned.done
             matched += len(planned.done) + len(planned.failed) + len(planned.skipped)
             yield planned if change.dry_run else planned._replace(done=())
@@ -119,7 +119,7 @@ def change_all(
             show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
 
 
-def tell_each(
+def write_each(
     portions: Iterable[Portion], verb: str, done_as: str, change: Change, *, things: str, named: bool = True
 ) -> None:
     """Write each thing that is `done_as` now, or would be, and why others failed, perhaps `named`; exit code 1 then."""
@@ -147,7 +147,7 @@ def asking(
     mesh: str | None,
     find: Callable[[], Sequence[str]] | None = None,
 ) -> Ask:
-    """Make what asks the broker for a verb of a noun's table: on things by their ids, else on those `matching`.
+    """Return a function that asks the broker for a verb of a noun's table: by ids, else on those `matching`.
 
     Where the broker's filter knows ids alone, `find` returns those of what the filters match.
     """
@@ -164,7 +164,7 @@ def asking(
             async for part in client.changes(noun, verb, meant, **options):
                 failed = {failure.id: failure.problem for failure in part.failed}
                 total = Portion([*total.done, *part.done], total.failed | failed, unread=part.unread)
-                asked.tell(len(total.done))
+                asked.show(len(total.done))
             return total
 
         return with_broker(reach.url, reach.token_file, work, timeout=SECONDS)

@@ -1,6 +1,6 @@
 """What a shell offers for ids and names: those that the daemon and the broker know just now.
 
-Whoever cannot be reached, or refuses, offers nothing, and soon: nobody asked for anything yet.
+A server that cannot be reached, or refuses, adds nothing and no error: the user has not run a command yet.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 Complete = Callable[[typer.Context, str], list[str]]
 
-_SECONDS: Final = 1.0  # for which a shell may stand still
-_MOST: Final = 200  # things that are looked at
+_SECONDS: Final = 1.0  # for which a shell may wait
+_MOST: Final = 200  # things that are read
 _URL: Final = "POSTROOM_BROKER_URL"
 _TOKENS: Final = ("POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE")
 
 
 def _offering(find: Callable[[dict[str, Any], list[str], str], Awaitable[Iterable[str]]]) -> Complete:
-    """Make what completes a word: `find` is given the options so far, the verb's words, and how the word begins."""
+    """Return a completion: `find` is called with the options so far, the verb's words, and how the word begins."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         async def ask() -> Iterable[str]:
@@ -34,7 +34,7 @@ def _offering(find: Callable[[dict[str, Any], list[str], str], Awaitable[Iterabl
 
         try:
             found = asyncio.run(ask())
-        except (Exception, SystemExit):  # noqa: BLE001 - whatever it is, a shell is no place to say it
+        except (Exception, SystemExit):  # noqa: BLE001 - an error would be written into the line being typed
             return []
         given = {word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value}
         return [word for word in dict.fromkeys(found) if word.startswith(incomplete) and word not in given]
@@ -67,7 +67,7 @@ def _of_broker(find: Callable[[BrokerClient, str | None, list[str]], Awaitable[I
 
 
 async def _rows(client: AsyncClient, words: list[str], begun: str) -> Iterable[str]:
-    """Rows that the verb is for; by the ids that their senders gave them only where the word begins so."""
+    """Rows that the verb is for: their ids and, once a word is begun, the ids that their senders gave them."""
     from postroom import ListQuery  # noqa: PLC0415
     from postroom._wire.operations import VERBS  # noqa: PLC0415
 
@@ -137,7 +137,7 @@ async def _failing(client: BrokerClient, mesh: str | None, words: list[str]) -> 
 
 
 def either(*ways: Complete) -> Complete:
-    """Make what offers all that each of several does."""
+    """Return a completion that offers all that several offer."""
     return lambda ctx, incomplete: list(dict.fromkeys(word for way in ways for word in way(ctx, incomplete)))
 
 

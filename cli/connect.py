@@ -1,4 +1,4 @@
-"""How a verb reaches the daemon or the broker: it hands over what to do with a client, and gets the result back."""
+"""How a verb reaches the daemon or the broker: it passes a function that uses a client, and gets its result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_broker(
     *,
     timeout: float = TIMEOUT,
 ) -> T:
-    """Run `work` with a client of the broker at `url`, as whom the token in `token_file` speaks for."""
+    """Run `work` with a client of the broker at `url`, with the token in `token_file`."""
     import asyncio  # noqa: PLC0415
 
     from postroom import BrokerClient  # noqa: PLC0415

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice, tell_each
+from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import with_broker
 from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
 from cli.output import fields, listing, one_by_one
@@ -105,13 +105,13 @@ Names = Annotated[
 
 
 class Filters(NamedTuple):
-    """Which consumers are meant."""
+    """The conditions that consumers match."""
 
     stream: Annotated[str | None, typer.Option("--stream", metavar="NAME", help="Only those of this stream.")] = None
 
 
 def operate(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:
-    """Do `verb` to each consumer that is meant; exit code 1 where it failed for some of several."""
+    """Do `verb` to each chosen consumer; exit code 1 if it failed for some of several."""
     chosen, table = chosen_ids(names), CONSUMERS.verbs[verb]
     check_choice("consumer", "consumer", chosen, everything=change.everything, filtered=filters != Filters())
 
@@ -121,7 +121,7 @@ def operate(verb: str, *, names: Names = None, filters: Filters, change: Change,
 
     ask = asking(CONSUMERS, verb, ConsumerFilter(ids=chosen), reach, mesh=reach.mesh, find=find)
     portions = change_all("consumer", verb, chosen, change, ask, undoable=table.undoable)
-    tell_each(portions, verb, table.done, change, things="consumers")
+    write_each(portions, verb, table.done, change, things="consumers")
 
 
 for _verb, _table in CONSUMERS.verbs.items():

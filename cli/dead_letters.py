@@ -39,7 +39,7 @@ _NOTE_COLUMNS: Final = ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY")
 
 
 class Filters(NamedTuple):
-    """Which letters are meant."""
+    """The conditions that letters match."""
 
     subject: Annotated[
         str | None, typer.Option("--subject", metavar="SUBJECT", help="Only from this subject; * and > as in NATS.")
@@ -108,7 +108,7 @@ def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
 
 
 def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
-    """Do `verb` to every letter that is meant; exit code 1 where it failed for some."""
+    """Do `verb` to each chosen letter; exit code 1 if it failed for some."""
     chosen = chosen_ids(ids)
     check_choice("dead letter", "dlq", chosen, everything=change.everything, filtered=filters != Filters())
     mesh = with_broker(reach.url, reach.token_file, lambda client: mesh_of(client, reach.mesh))
@@ -146,7 +146,7 @@ def log(*, reach: Reach, as_json: Json = False) -> None:
 
 
 def _say_unread(unread: Problem | None) -> None:
-    """Say that there may be more letters; where the broker ought to know them, the command fails."""
+    """Say that there may be more letters; the command fails unless the broker has no NATS to read them from."""
     if unread is None:
         return
     if unread.code != "nats_not_configured":
@@ -155,7 +155,7 @@ def _say_unread(unread: Problem | None) -> None:
 
 
 def _members(letter: Letter) -> dict[str, Any]:
-    """Return a letter as names and values; what is no letter has nothing but its id."""
+    """Return a letter as names and values; what cannot be read as one has only its id."""
     whole: dict[str, Any] = msgspec.to_builtins(letter)
     return {"id": letter.id, **whole.pop("letter", {}), **whole}
 

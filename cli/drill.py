@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from cli.demo import State, perform
-from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Told, differing
+from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Reported, differing
 from cli.demo.stage import HandledStack, Receiver, Stage, wait
 from cli.noun import noun
 from cli.stack import module_command
@@ -78,7 +78,7 @@ class RestoreDrill:
             *("pg_restore", "--clean", "--if-exists", "--single-transaction"),
             *(f"--dbname={self.stack.postgres.url}", str(dump)),
         )
-        history = asyncio.run(Broker.read(self.stack.postgres.url, Told())).history
+        history = asyncio.run(Broker.read(self.stack.postgres.url, Reported())).history
         self.stage.say(f"Postgres knows {history:,} of {len(self._sent):,} messages", "red")
         self.stage.act("Get them back, as docs/backup.md says")
         self._type("broker", "restored", "--config", str(self.stack.broker.config_file))
@@ -125,8 +125,8 @@ class RestoreDrill:
         with self._client() as client:
             recognised = sum(row.duplicate for row in client.export())
         self.stack.daemon.stop()
-        outbox = Outbox.read(self.stack.layout.outbox_file, Told())
-        broker = asyncio.run(Broker.read(self.stack.postgres.url, Told()))
+        outbox = Outbox.read(self.stack.layout.outbox_file, Reported())
+        broker = asyncio.run(Broker.read(self.stack.postgres.url, Reported()))
         sent = {each.client_message_id for each in self._sent}
         effects = self.receiver.effects_of(TOPIC)
         handled = {effect.client_message_id for effect in effects}

@@ -1,4 +1,4 @@
-"""Files that a command line names: how they are opened and read, and what is said of one that cannot be."""
+"""Files that a command line names: how they are opened and read, and the error for one that cannot be."""
 
 import errno
 import os
@@ -29,9 +29,9 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
 
 @contextmanager
 def new_file(file: Path) -> Iterator[BinaryIO]:
-    """Open a file (0600) that has its name once the block has ended, on disk and whole; else there is none.
+    """Open a file (0600) that gets its name when the block ends, on disk and whole; if the block fails, none appears.
 
-    Raises `Fatal` where the name is taken: nothing is ever overwritten.
+    Raises `Fatal` if the name is taken: nothing is ever overwritten.
     """
     taken = Fatal(Exit.IO_ERROR, f"cannot write {file}: it exists; choose another name")
     with file_errors("write", file, Exit.IO_ERROR):
@@ -85,7 +85,7 @@ def open_source(file: Path) -> BinaryIO:
 
 
 def size_of(stream: BinaryIO) -> int | None:
-    """Return how many bytes a plain file has; None for a pipe, whose end nobody knows."""
+    """Return how many bytes a plain file has; None for a pipe, whose length is unknown."""
     status = os.fstat(stream.fileno())
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 

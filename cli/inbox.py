@@ -20,11 +20,11 @@ app = noun("Read what the daemon has received, and follow it.")
 
 _COLUMNS: Final = ("POSITION", "FROM", "TO", "RECEIVED", "CLIENT MESSAGE ID")
 _PREVIEW: Final = 60  # characters of a body
-_FOR_EVER: Final = float("inf")
+_UNLIMITED: Final = float("inf")
 
 
 class Filters(NamedTuple):
-    """Which messages are meant."""
+    """The conditions that messages match."""
 
     since: Annotated[
         datetime | None,
@@ -96,7 +96,7 @@ def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> N
 
     def work(client: Client) -> None:
         client.inbox(InboxQuery(limit=1))  # says at once where there is no daemon, or no inbox
-        with closing(client.events(query, patience=_FOR_EVER)) as messages:
+        with closing(client.events(query, patience=_UNLIMITED)) as messages:
             for message in messages:
                 if as_json:
                     json_line(message, flush=True)

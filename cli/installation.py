@@ -110,11 +110,11 @@ class Sight:
         return Exit.UNAVAILABLE if any(trouble.level == "down" for trouble in self.troubles) else Exit.FAILED
 
     async def ask(self, asked: Awaitable[T], what: str) -> T | None:
-        """Wait for an answer; where only others are told, or it fails, note so and return None."""
+        """Wait for an answer; if it is refused to this caller, or fails, note so and return None."""
         try:
             return await asked
         except NotPermitted:
-            self.unseen.append(f"{what}: only the administrator is told (POSTROOM_ADMIN_TOKEN_FILE)")
+            self.unseen.append(f"{what}: only the administrator may see that (POSTROOM_ADMIN_TOKEN_FILE)")
         except PostroomError as error:
             self.troubles.append(Trouble(what, str(error), "postroom doctor", "down"))
         return None
@@ -124,9 +124,9 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     """Look at everything that is there, with `hour` also at the last hour; raises `Fatal` (3) where nothing is."""
     sight = Sight()
     place = await _look_at_up(place, sight)
-    told, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight, hour=hour))
-    if told is not None:
-        sight.programs = _with_daemon(sight.programs, told)
+    daemon, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight, hour=hour))
+    if daemon is not None:
+        sight.programs = _with_daemon(sight.programs, daemon)
     sight.troubles = worst_first([*sight.troubles, *troubles_of(sight.programs)])
     return sight
 
@@ -301,18 +301,18 @@ async def _ask_daemon(place: Place, sight: Sight) -> Program | None:
     )
 
 
-def _with_daemon(programs: list[Program], told: Program) -> list[Program]:
-    """Return the programs with what a daemon has just told, in the place of its last report where there is one."""
-    place = told.host, told.address, told.mesh
+def _with_daemon(programs: list[Program], daemon: Program) -> list[Program]:
+    """Return the programs with a daemon's own answer, in the place of its last report if it has sent one."""
+    place = daemon.host, daemon.address, daemon.mesh
     for number, one in enumerate(programs):
         if (one.host, one.address, one.mesh) == place:
             known = {name: getattr(one, name) for name in _REPORTED_ALONE}
-            return [*programs[:number], replace(told, **known), *programs[number + 1 :]]
-    return [*programs, told]
+            return [*programs[:number], replace(daemon, **known), *programs[number + 1 :]]
+    return [*programs, daemon]
 
 
 async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
-    """Ask the broker, where one is configured, what it and whatever reports to it say."""
+    """Ask the broker, if one is configured, for its own state and what programs reported to it."""
     if place.url is None:
         sight.unseen.append("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
         return
@@ -336,7 +336,7 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
             sight.ask(client.counts(DEAD_LETTERS), "dead letters"),
             sight.ask(client.counts(JOBS), "jobs"),
         )
-        if hour and consumers is not None:  # whoever is told of them is told this too
+        if hour and consumers is not None:  # a caller who may see them may see this too
             minutes = await sight.ask(client.list_things(MINUTES, MinutesQuery(last=_MINUTES)), "the last hour")
             sight.minutes = [] if minutes is None else minutes.minutes
     sight.programs += [] if page is None else page.programs
@@ -355,7 +355,7 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
 
 
 def _of_workers(programs: list[Program], waiting: int) -> Iterator[Trouble]:
-    """Yield that no worker reports, which would publish the messages that wait for it."""
+    """Yield a trouble if no worker reports, which would publish the messages that wait for it."""
     if not any(one.kind == "worker" for one in programs):
         lack = f"no worker reports, and {counted(waiting, 'message')} to be published"
         yield Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")

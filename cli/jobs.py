@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice, tell_each
+from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
@@ -67,7 +67,7 @@ _SAID_CHARACTERS: Final = 200  # of what a message says
 
 
 class Filters(NamedTuple):
-    """Which jobs are meant."""
+    """The conditions that jobs match."""
 
     state: Annotated[
         str | None,
@@ -303,13 +303,13 @@ _EXAMPLES: Final = {
 
 
 def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, reach: Reach) -> None:
-    """Do `verb` to each job that is meant; exit code 1 where it failed for some of several."""
+    """Do `verb` to each chosen job; exit code 1 if it failed for some of several."""
     ids = chosen_ids(jobs)
     check_choice("job", "jobs", ids, everything=change.everything, filtered=filters != Filters())
     named = [str(_uuid(each)) for each in ids]
     ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
     portions = change_all("job", verb, named, change, ask)
-    tell_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs", named=False)
+    write_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs", named=False)
 
 
 for _verb, _table in JOBS.verbs.items():
@@ -347,7 +347,7 @@ def _step_name(activity: Activity) -> str:
 
 
 def _shortened(json: msgspec.Raw, most: int) -> str | None:
-    """Cut a request or an answer so that it stays a line; none is nothing."""
+    """Cut a request or an answer so that it stays a line; JSON's null is None."""
     said = bytes(json).decode()
     if said == "null":
         return None

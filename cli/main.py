@@ -1,6 +1,6 @@
-"""`postroom`: reads the command line, runs one verb, and turns whatever goes wrong into one sentence and an exit code.
+"""`postroom`: reads the command line, runs one verb, and turns any error into one sentence and an exit code.
 
-The exit codes are `chassis.exits.Exit`; beside them 130 says that the user pressed Ctrl-C.
+The exit codes are `chassis.exits.Exit`, and 130 if the user pressed Ctrl-C.
 """
 
 import os
@@ -14,7 +14,7 @@ from cli.output import printable
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
-READER_GONE: Final = 141  # 128 + SIGPIPE: whoever read the output went away, as `head` does
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader of the output closed it, as `head` does
 
 
 def main() -> NoReturn:
@@ -23,8 +23,8 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; an error is said on standard error."""
-    stand_in_for_closed_streams()
+    """Run one command and return its exit code; an error is written to standard error."""
+    replace_closed_streams()
     try:
         return call(arguments)
     except BaseException as error:  # noqa: BLE001 - the one place where an error becomes an exit code
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
 
 
 def call(arguments: list[str]) -> int:
-    """Run one command and return the exit code that it chose; raises whatever else ended it."""
+    """Run one command and return the exit code that it chose; raises any exception that ended it."""
     if (brief := parse_send(arguments)) is not None:
         from postroom._wire.message import parse_destination  # noqa: PLC0415
 
@@ -62,16 +62,16 @@ def call(arguments: list[str]) -> int:
 
 
 class Ending(NamedTuple):
-    """An exit code, and the sentence for standard error (none where there is nothing to say)."""
+    """An exit code, and the sentence for standard error, if there is one."""
 
     exit_code: int
     sentence: str | None = None
 
 
 def ending(error: BaseException) -> Ending:
-    """Find the exit code and the sentence for whatever a command raised: the first kind that an error is decides.
+    """Return the exit code and the sentence for what a command raised: the first matching kind decides.
 
-    What is none of them comes from the clients, or is a bug, which says how to see it.
+    Any other error comes from the clients, or is a bug, whose sentence says how to see the traceback.
     """
     kinds: list[tuple[type[BaseException], Callable[[Any], Ending]]] = [(SystemExit, of_exit)]
     if (typer := sys.modules.get("typer")) is not None:  # else nothing of its can have been raised
@@ -83,7 +83,7 @@ def ending(error: BaseException) -> Ending:
     kinds += [
         (KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")),
         (Fatal, lambda error: Ending(error.exit_code, str(error))),
-        (BrokenPipeError, lambda _: Ending(READER_GONE)),
+        (BrokenPipeError, lambda _: Ending(BROKEN_PIPE)),
         (OSError, of_the_system),
         (UnicodeEncodeError, of_an_argument),
     ]
@@ -99,7 +99,7 @@ def ending(error: BaseException) -> Ending:
 
 
 def of_usage(error: Any) -> Ending:
-    """Say what is wrong with the command line and how to get help; a bare call is answered with the help itself."""
+    """Say what is wrong with the command line and how to get help; for a bare call the sentence is the help itself."""
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or message.startswith("Usage:"):
@@ -108,9 +108,9 @@ def of_usage(error: Any) -> Ending:
 
 
 def of_exit(error: Any) -> Ending:
-    """Take over the code of a command that ended itself; where its reader went away Typer says 1, shells expect 141."""
+    """Keep the code of a command that ended itself; after a broken pipe Typer exits with 1, shells expect 141."""
     if isinstance(error.__context__, BrokenPipeError):
-        return Ending(READER_GONE)
+        return Ending(BROKEN_PIPE)
     return Ending(error.code if isinstance(error.code, int) else Exit.FAILED)
 
 
@@ -120,12 +120,12 @@ def of_the_system(error: Any) -> Ending:
 
 
 def of_an_argument(error: Any) -> Ending:
-    """Say which text of the command line is none: what is not UTF-8 travels as no id, name or reason."""
+    """Say which argument is not UTF-8: such text cannot be sent as an id, a name or a reason."""
     return Ending(Exit.USAGE, f"{error.object!r} is not UTF-8 text: pass UTF-8, or a file")
 
 
 def say(end: Ending) -> int:
-    """Write the sentence to standard error and return the exit code, even where output can't be written any more."""
+    """Write the sentence to standard error and return the exit code, even if output can't be written any more."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -136,7 +136,7 @@ def say(end: Ending) -> int:
     return int(end.exit_code)
 
 
-def stand_in_for_closed_streams() -> None:
+def replace_closed_streams() -> None:
     """Give a closed standard stream a descriptor of its own, so that no socket lands there.
 
     Reading a closed input and writing to a closed output then fail with `EBADF`; what would go to a closed

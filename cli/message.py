@@ -1,4 +1,4 @@
-"""One message from the command line: read without Typer where that is enough, sent, and what became of it.
+"""One message from the command line: parsed without Typer if possible, sent, and its outcome.
 
 Programs run `postroom send TO BODY` for each of their messages, and Typer takes longer to import than such a send
 takes. Only what is plainly such a send is read here: whatever else a line has, and every mistake in it, is Typer's
@@ -29,7 +29,7 @@ PRIORITIES: Final = ("now", "next", "low")
 
 
 class BriefSend(NamedTuple):
-    """One message from the command line, and how to say what became of it."""
+    """One message from the command line, and how to write its outcome."""
 
     to: str
     body: str
@@ -71,7 +71,7 @@ def send_one(
     wait: float | None,
     as_json: bool,
 ) -> None:
-    """Send a message with the `options` of `Client.send`, and, if wanted, wait for what becomes of it.
+    """Send a message with the `options` of `Client.send`, and, if wanted, wait for its outcome.
 
     Raises `Fatal` where the broker has not accepted it after the wait, in seconds.
     """

@@ -201,7 +201,7 @@ Mesh = Annotated[
 
 
 class Reach(NamedTuple):
-    """Which mesh is meant, at which broker, and who asks."""
+    """The mesh, the broker, and the token to ask it with."""
 
     mesh: Mesh = None
     url: Url = None
@@ -209,7 +209,7 @@ class Reach(NamedTuple):
 
 
 def with_mesh(reach: Reach, work: Callable[[BrokerClient, str], Awaitable[T]], *, timeout: float = TIMEOUT) -> T:
-    """Run `work` with a client of the broker and the mesh that is meant: the one named, else the token's."""
+    """Run `work` with a client of the broker and the mesh: the one named, else the token's."""
 
     async def run(client: BrokerClient) -> T:
         return await work(client, await mesh_of(client, reach.mesh))
@@ -218,7 +218,7 @@ def with_mesh(reach: Reach, work: Callable[[BrokerClient, str], Awaitable[T]], *
 
 
 async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
-    """Return `mesh`, else the one that the token speaks for."""
+    """Return `mesh`, else that of the token."""
     if mesh is not None:
         return mesh
     caller = await client.whoami()
@@ -229,7 +229,7 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
 
 
 class OutboxPlace(NamedTuple):
-    """Which outbox is meant: that of the broker's database, or of an application's own, which no server answers for."""
+    """Which outbox to ask: that in the broker's database, or one in an application's own, which is read directly."""
 
     database: OutboxDatabase = None
     url: Url = None
@@ -242,7 +242,7 @@ class OutboxPlace(NamedTuple):
         *,
         timeout: float = TIMEOUT,
     ) -> T:
-        """Ask the broker, or the application's database where one is named."""
+        """Ask the broker, or the application's database if one is named."""
         if (database := self.database) is None:
             return with_broker(self.url, self.token_file, broker, timeout=timeout)
         import asyncio  # noqa: PLC0415

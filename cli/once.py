@@ -85,7 +85,7 @@ class OwnRegistry:
         return KeyDetails(**vars(scope), **known, log=log)
 
     async def forget(self, scope: Scope, why: str) -> None:
-        """Delete a key; raises `NotFound`, and `Conflict` while somebody holds it."""
+        """Delete a key; raises `NotFound`, and `Conflict` while it is held."""
         if await self._store.forget(scope, this_user(), why):
             return
         row = await self._look_up(scope)
@@ -98,14 +98,14 @@ class OwnRegistry:
 
 
 class Place(NamedTuple):
-    """Which registry is meant."""
+    """Which registry to ask."""
 
     registry: Registry = None
     url: Url = None
     token_file: TokenFile = None
 
     def ask(self, broker: Callable[[BrokerClient], Awaitable[T]], own: Callable[[OwnRegistry], Awaitable[T]]) -> T:
-        """Ask the broker for that of its database, or the registry itself where one is named."""
+        """Ask the broker for the one in its database, or the registry itself if one is named."""
         if (url := self.registry) is None:
             return with_broker(self.url, self.token_file, broker)
         from postroom.once.registry import open_store  # noqa: PLC0415
@@ -121,7 +121,7 @@ class Place(NamedTuple):
 
 
 class Named(NamedTuple):
-    """Which key is meant."""
+    """The parts that name a key."""
 
     key: Key
     tenant: Tenant

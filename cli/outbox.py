@@ -83,7 +83,7 @@ _COLUMNS: Final = ("ROW", "CLIENT MESSAGE ID", "STATUS", "TO", "AGE", "TRIES", "
 
 
 class Filters(NamedTuple):
-    """Which rows are meant."""
+    """The conditions that rows match."""
 
     status: Annotated[
         str | None,
@@ -224,10 +224,12 @@ def prune(
     confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
     with progress(as_json=as_json) as show:
 
-        def tell(count: int) -> None:
+        def show_count(count: int) -> None:
             show(count, f"{counted(count, 'payload')} deleted")
 
-        result = with_daemon(socket, lambda client: client.prune(older_than, reason=why, tell=tell), timeout=SECONDS)
+        result = with_daemon(
+            socket, lambda client: client.prune(older_than, reason=why, tell=show_count), timeout=SECONDS
+        )
     json_line(result) if as_json else line(f"{counted(result.pruned, 'payload')} deleted")
 
 
@@ -253,10 +255,12 @@ def resend(
         confirm(f"Send {counted(result.resent, 'message')} again that the broker's database lost?", yes=yes)
         with progress(lost, as_json=as_json) as show:
 
-            def tell(count: int) -> None:
+            def show_count(count: int) -> None:
                 show(count, f"{count:,} of {counted(lost, 'message')}")
 
-            result = with_daemon(socket, lambda client: client.resend_missing(reason=why, tell=tell), timeout=SECONDS)
+            result = with_daemon(
+                socket, lambda client: client.resend_missing(reason=why, tell=show_count), timeout=SECONDS
+            )
     result.dry_run = dry_run
     if as_json:
         json_line(result)

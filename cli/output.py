@@ -29,7 +29,7 @@ B = TypeVar("B", bound=Thing)
 
 _BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what grows out of it
 _LAST: Final = ("└─ ", "   ")
-_WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
+_WIDE: Final = 10_000  # columns of a table that is not for a screen
 _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
@@ -101,7 +101,7 @@ class Progress:
 
     @classmethod
     def erase(cls) -> None:
-        """Leave nothing of it on the screen."""
+        """Remove it from the screen."""
         if cls._drawn:
             cls._drawn = False
             sys.stderr.write(_ERASE)
@@ -110,7 +110,7 @@ class Progress:
 
 @contextmanager
 def progress(total: int | None = None, *, as_json: bool = False) -> Iterator[Callable[..., None]]:
-    """Lend `Progress.show` for something of `total` parts (None: nobody knows); programs are shown nothing."""
+    """Yield `Progress.show` for something of `total` parts (None: unknown); with `as_json` one that shows nothing."""
     try:
         yield (lambda *_, **__: None) if as_json else Progress(total).show
     finally:
@@ -132,7 +132,7 @@ def line(text: str, *, flush: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """Say something beside the output: on standard error."""
+    """Write a sentence to standard error, apart from the output."""
     Progress.erase()
     print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
@@ -141,7 +141,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table; a cell is text, a number, a time, or None for nothing.
 
     On a terminal no word of a cell is ever cut: long sentences fold within their column, and where the columns do not
-    fit all the same, the last ones stand below the others, each after its name.
+    fit all the same, the last ones are below the others, each after its name.
     """
     from rich.cells import cell_len  # noqa: PLC0415
 

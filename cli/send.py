@@ -129,10 +129,10 @@ def _refuse_options(**options: object) -> None:
 
 
 class Source:
-    """The messages of one file or pipe, in order; the mark that some editors put before UTF-8 is none of them.
+    """The messages of one file or pipe, in order; a byte order mark at the beginning is skipped.
 
-    `parse` makes a message of a line and its number; `refuse` is told of each line that is no message, from whatever
-    thread walks the source. `numbers` remembers the line of each message that has not been answered yet.
+    `parse` makes a message of a line and its number; `refuse` is called for each line that is not a message, from the
+    thread that iterates. `numbers` keeps the line of each message that has not been answered yet.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Sending:
                 if self._as_json:
                     with self._saying:
                         json_line(result)
-            sys.stdout.flush()  # whoever reads the results may be waiting for them
+            sys.stdout.flush()  # the reader of the results may be waiting for them
             show(sum(self.count), str(self.count), place=self._source.bytes_read)
 
     def _fail(self, number: int, problem: Problem) -> None:

@@ -102,7 +102,7 @@ def top(
                 if key in ("q", ""):
                     return
                 before, view = view, key if key in "odch" else view
-                if view == "h" != before:  # whoever does not see the hour does not ask for it
+                if view == "h" != before:  # the hour is asked for only while it is shown
                     sight = asyncio.run(look(place, hour=True))
                     rates.see(sight.programs)
 
@@ -140,7 +140,7 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
 
 @contextmanager
 def _own_screen() -> Iterator[None]:
-    """Take the terminal for keys and frames, and give it back as it was; what was typed before counts."""
+    """Use the terminal for keys and frames, and restore it; what was typed before counts."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin, termios.TCSADRAIN)
     sys.stdout.write(_ENTER)

@@ -61,12 +61,12 @@ def up(
     stack = Stack(layout.state)
 
     def begin(said: str) -> None:
-        notify(f"STATUS={said}")  # whoever has detached this shows it
+        notify(f"STATUS={said}")  # shown by the `postroom up --detach` that started this
         Progress.say(f"  {said}")
 
     with supervision.interruptible(), supervision.supervising(layout), fatal_failures():
         try:
-            stack.stop()  # what a supervisor that was killed has left would end under this one
+            stack.stop()  # programs left by a supervisor that was killed end at any moment
             stack.start(lambda said: line(f"  {said}", flush=True), begin)
             explain(layout)
             notify("READY=1")

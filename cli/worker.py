@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 import typer
 
 from cli import completion
-from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice, tell_each
+from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice, write_each
 from cli.noun import (
     Config,
     DryRun,
@@ -62,13 +62,13 @@ _SAID: Final = "postroom: "  # before the sentence with which it ends
 
 
 class Filters(NamedTuple):
-    """Which of those that are refused are meant."""
+    """The conditions that refused messages match."""
 
     subject: Annotated[str | None, typer.Option("--subject", metavar="SUBJECT", help="Only with this subject.")] = None
     older_than: OlderThan = None
 
     def refused(self) -> unpublished.RefusedFilter:
-        """Return them as the broker is asked."""
+        """Return them as the broker's filter."""
         return unpublished.RefusedFilter(subject=self.subject, older_than_seconds=self.older_than)
 
 
@@ -111,7 +111,7 @@ def failing(source: str) -> typer.Typer:
             return Portion(result.done, {})
 
         portions = change_all(things.name, verb, chosen, change, ask)
-        tell_each(portions, verb, things.verbs[verb].done, change, things=source)
+        write_each(portions, verb, things.verbs[verb].done, change, things=source)
 
     def log(*, place: OutboxPlace, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
@@ -221,7 +221,7 @@ def become_worker(*words: str) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in range(3):
-        os.set_inheritable(descriptor, True)  # also one that stands in for a stream that was closed
+        os.set_inheritable(descriptor, True)  # also one opened in place of a closed stream
     os.execv(_COMMAND[0], [*_COMMAND, *words])  # noqa: S606 - our own words, no shell
 
 

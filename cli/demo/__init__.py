@@ -1,6 +1,6 @@
 """`postroom demo`: a whole run on real parts, with all that may go wrong (docs/contract/operate.md#operate-6).
 
-It works on a temporary directory of its own unless told otherwise. However it ends, nothing keeps running: every
+It works in a temporary directory of its own unless another is named. However it ends, nothing keeps running: every
 process ends with this one, and the files of a run that was killed are removed by the next.
 """
 

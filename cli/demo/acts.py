@@ -1,6 +1,6 @@
 """What the demo does, act by act: events, a broker that stops, a daemon that is killed, a message that dies.
 
-Then the other end: a handler, an agent that answers, a message that nobody can read.
+Then the receiving side: a handler, an agent that answers, a message that the handler cannot read.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cli.demo.reckoning import ANSWER, TOPIC, Handled, Meant, Told, reckon
+from cli.demo.reckoning import ANSWER, TOPIC, Handled, Meant, Reported, reckon
 from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, DemoStack, Receiver, Stage, wait
 from cli.stack.layout import MESH
 from postroom import BrokerClient, Client, PostroomError
@@ -27,26 +27,26 @@ EVENTS: Final = EXAMPLES / "events.ndjson"
 TYPO: Final = "topic:ordres"
 QUEUE: Final = "counter"  # whose commands the agent takes
 COMMANDS: Final = 3
-PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
+PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is down
 _SENT_AGAIN: Final = 500  # events
 
 
 class Demo:
-    """One run on a stack of its own; `run` says whether every number holds."""
+    """One run on a stack of its own; `run` returns whether every number holds."""
 
     def __init__(self, stack: DemoStack, stage: Stage, receiver: Receiver) -> None:
         self.stack = stack
         self.stage = stage
         self.receiver = receiver
-        self.told = Told()
+        self.reported = Reported()
         self._events = read_events(EVENTS)
 
     def client(self) -> Client:
-        """Return a client that outlives a daemon."""
+        """Return a client that survives a restart of the daemon."""
         return Client(self.stack.layout.socket, patience=PATIENCE)
 
     def run(self) -> bool:
-        """Do everything, in order; raises `Fatal` where a process ended that should not have."""
+        """Do everything, in order; raises `Fatal` if a process ended that should not have."""
         try:
             self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
             self.stack.start(self.stage.say)
@@ -60,7 +60,7 @@ class Demo:
             self._drain()
             self._misaddress_one()
             self._send_again(self._events[:_SENT_AGAIN])
-            to_topic = sum(event.to == f"topic:{TOPIC}" for event in self._events) + len(self.told.requeued)
+            to_topic = sum(event.to == f"topic:{TOPIC}" for event in self._events) + len(self.reported.requeued)
             self._handle_everything(to_topic)
             self._ask_the_agent()
             self._bury_and_replay()
@@ -108,15 +108,15 @@ class Demo:
         self.stage.act(f"Send one to {TYPO}, see it become a dead row, and repair it")
         with self.client() as client:
             identity = client.send(TYPO, "a misspelt destination").client_message_id
-            self.told.sent.append(identity)
+            self.reported.sent.append(identity)
             row = client.wait(identity, WAIT_SECONDS)
             self.stage.say(f"{row.status}: {row.last_error}", "red")
             if row.status != "dead":
                 raise Fatal(Exit.FAILED, f"a message to {TYPO} should be dead, but is {row.status}")
-            self.told.dead.append(identity)
+            self.reported.dead.append(identity)
             patched = SendRequest(to="topic:orders", body="a corrected destination")
             successor = client.act("requeue", row.id, reason="the destination was misspelt", message=patched)
-            self.told.requeued.append(successor.client_message_id)
+            self.reported.requeued.append(successor.client_message_id)
             row = client.wait(successor.client_message_id, WAIT_SECONDS)
             self.stage.say(f"requeued to {row.destination} under the fresh id {row.client_message_id}: {row.status}")
 
@@ -125,9 +125,9 @@ class Demo:
         with self.client() as client:
             for result in client.send_many(events):
                 identity = _acknowledged(result)
-                self.told.sent_again.append(identity)
-                self.told.duplicates += bool(result.result and result.result.duplicate)
-        self.stage.say(f"{self.told.duplicates:,} of {len(events):,} were duplicates")
+                self.reported.sent_again.append(identity)
+                self.reported.duplicates += bool(result.result and result.result.duplicate)
+        self.stage.say(f"{self.reported.duplicates:,} of {len(events):,} were duplicates")
         self._drain()
 
     def _handle_everything(self, events: int) -> None:
@@ -150,8 +150,8 @@ class Demo:
         with self.client() as client:
             for number in range(COMMANDS):
                 sent = client.send(f"queue:{QUEUE}", f"count this, {number}")
-                self.told.sent.append(sent.client_message_id)
-                self.told.commands.append(sent.client_message_id)
+                self.reported.sent.append(sent.client_message_id)
+                self.reported.commands.append(sent.client_message_id)
         wait(lambda: len(self.receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
         self.stage.say(f"{COMMANDS} answers reached the handler as {MESH}.event.{ANSWER}.v1", "green")
 
@@ -159,8 +159,8 @@ class Demo:
         """Send a message that the handler refuses; see its dead letter, repair the handler, replay it."""
         self.stage.act("Send one that the handler cannot read, fix the handler, and replay it")
         with self.client() as client:
-            self.told.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
-            self.told.sent.append(self.told.buried)
+            self.reported.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
+            self.reported.sent.append(self.reported.buried)
         letters: list[Letter] = []
         query = LettersQuery(mesh=MESH, consumer=CONSUMER)
 
@@ -189,22 +189,22 @@ class Demo:
             answers=len(self.receiver.effects_of(ANSWER)),
             buried=self._effects_of_buried(),
         )
-        lines = reckon(self.told, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
+        lines = reckon(self.reported, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
         self.stage.table(
-            ("what", "means", "told", "SQLite", "Postgres", "holds"),
+            ("what", "means", "reported", "SQLite", "Postgres", "holds"),
             (((each.name, each.meaning, *map(str, each[2:])), each.holds) for each in lines),
         )
         count = {each.name: each.broker.found for each in lines}
         self.stage.say(
             f"{count['accepted']:,} accepted: {count['handled']:,} handled, {count['answered']:,} answered, and "
-            f"{count['kept']:,} kept for who reads them later"
+            f"{count['kept']:,} kept for a later reader"
         )
         if holds := all(each.holds for each in lines):
             self.stage.say("Nothing was lost, and nothing is there twice.", "bold green")
         return holds
 
     def _effects_of_buried(self) -> int:
-        return sum(effect.client_message_id == self.told.buried for effect in self.receiver.effects_of(TOPIC))
+        return sum(effect.client_message_id == self.reported.buried for effect in self.receiver.effects_of(TOPIC))
 
     def _ask(self, work: Callable[[BrokerClient], Awaitable[T]]) -> T:
         async def run() -> T:
@@ -220,7 +220,7 @@ class Demo:
         repeated = 0
         with self.client() as client, self.stage.progress("sending", len(events)) as show:
             for number, result in enumerate(client.send_many(_gated(events, half, gate)), 1):
-                self.told.sent.append(_acknowledged(result))
+                self.reported.sent.append(_acknowledged(result))
                 repeated += bool(result.result and result.result.duplicate)
                 show(number)
                 if number == half:
@@ -243,7 +243,7 @@ class Demo:
 
 
 def read_events(file: Path) -> list[SendRequest]:
-    """Read the events, each with an id of its own; raises `Fatal` where the file is not there."""
+    """Read the events, each with an id of its own; raises `Fatal` if the file cannot be read."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -252,14 +252,14 @@ def read_events(file: Path) -> list[SendRequest]:
 
 
 def _gated(events: Sequence[SendRequest], half: int, gate: threading.Event) -> Iterator[SendRequest]:
-    """Yield the second half only once the gate is open, so that what comes halfway really does."""
+    """Yield the second half only once the gate is open, so that what happens halfway does so before it."""
     yield from events[:half]
     gate.wait()
     yield from events[half:]
 
 
 def _acknowledged(result: BatchResult) -> str:
-    """Return the id that the daemon keeps now; raises `Fatal` where it refused the message."""
+    """Return the id of a message that the daemon has stored; raises `Fatal` if it refused the message."""
     if result.result is None:
         said = result.problem.detail if result.problem is not None else "nothing"
         raise Fatal(Exit.FAILED, f"the daemon refused event {result.line}: {said}")

@@ -1,4 +1,4 @@
-"""The demo's last act: count in both databases what the callers were told, and hold the numbers against each other."""
+"""The demo's last act: count in both databases what was reported to the callers, and compare the numbers."""
 
 import asyncio
 import json
@@ -21,8 +21,8 @@ _BROKER: Final = load_queries("cli.demo", "broker.sql")
 
 
 @dataclass
-class Told:
-    """What the demo was told by answers, as it went."""
+class Reported:
+    """What the answers to the demo's clients reported."""
 
     sent: list[str] = field(default_factory=list)  # ids that the daemon acknowledged
     sent_again: list[str] = field(default_factory=list)  # ids that were sent a second time
@@ -49,18 +49,18 @@ class Count(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of the table: what callers were told, what SQLite holds, what Postgres holds."""
+    """One line of the table: what was reported to the callers, what SQLite holds, what Postgres holds."""
 
     name: str
     meaning: str
-    told: Count
+    reported: Count
     outbox: Count
     broker: Count
 
     @property
     def holds(self) -> bool:
         """Whether all three agree with what they should be."""
-        return self.told.holds and self.outbox.holds and self.broker.holds
+        return self.reported.holds and self.outbox.holds and self.broker.holds
 
 
 class Meant(NamedTuple):
@@ -68,7 +68,7 @@ class Meant(NamedTuple):
 
     sends: int  # under ids of their own
     to_topic: int  # of what is accepted in the end
-    kept: int  # of it, for the queue and the member that nobody reads in the demo
+    kept: int  # of it, for the queue and the member that have no reader in the demo
 
 
 class Handled(NamedTuple):
@@ -97,7 +97,7 @@ class Outbox(NamedTuple):
     buried: int
 
     @classmethod
-    def read(cls, file: Path, told: Told) -> Self:
+    def read(cls, file: Path, reported: Reported) -> Self:
         """Count in the file of a daemon that has stopped."""
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
 
@@ -107,15 +107,15 @@ class Outbox(NamedTuple):
 
             return cls(
                 first_rows=count("first_rows"),
-                sent_again=count("rows_with_ids", told.sent_again),
+                sent_again=count("rows_with_ids", reported.sent_again),
                 died=count("died"),
                 requeued=count("requeued"),
                 unsettled=count("unsettled"),
                 accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
                 to_topic=count("done_to_topics"),
                 to_others=count("done_to_others"),
-                commands=count("rows_with_ids", told.commands),
-                buried=count("rows_with_ids", [told.buried]),
+                commands=count("rows_with_ids", reported.commands),
+                buried=count("rows_with_ids", [reported.buried]),
             )
 
 
@@ -133,16 +133,16 @@ class Broker(NamedTuple):
     buried: int
 
     @classmethod
-    async def read(cls, url: str, told: Told) -> Self:
+    async def read(cls, url: str, reported: Reported) -> Self:
         """Count in the database."""
         connection = await asyncpg.connect(url)
         try:
             return cls(
                 accepted=_accepted(map(tuple, await connection.fetch(_BROKER["accepted"]))),
                 history=await connection.fetchval(_BROKER["history"]),
-                sent_again=await connection.fetchval(_BROKER["history_of_ids"], told.sent_again),
-                died=await connection.fetchval(_BROKER["history_of_ids"], told.dead),
-                requeued=await connection.fetchval(_BROKER["history_of_ids"], told.requeued),
+                sent_again=await connection.fetchval(_BROKER["history_of_ids"], reported.sent_again),
+                died=await connection.fetchval(_BROKER["history_of_ids"], reported.dead),
+                requeued=await connection.fetchval(_BROKER["history_of_ids"], reported.requeued),
                 processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
                 to_others=await connection.fetchval(_BROKER["history_of_others"]),
                 answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
@@ -152,38 +152,34 @@ class Broker(NamedTuple):
             await connection.close()
 
 
-def reckon(told: Told, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
-    """Count everything, and hold it against what was `meant`. The daemon must have stopped."""
-    outbox = Outbox.read(outbox_file, told)
-    broker = asyncio.run(Broker.read(database_url, told))
-    return compare(told, handled, outbox, broker, meant)
-
-
-def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant: Meant) -> list[Line]:
-    """Hold what was told, what the handler did and what both databases hold against what they should be."""
-    again, dead, requeued, commands = len(told.sent_again), len(told.dead), len(told.requeued), len(told.commands)
+def reckon(reported: Reported, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
+    """Count everything, and compare it with what was `meant`. The daemon must have stopped."""
+    outbox = Outbox.read(outbox_file, reported)
+    broker = asyncio.run(Broker.read(database_url, reported))
+    again, dead = len(reported.sent_again), len(reported.dead)
+    requeued, commands = len(reported.requeued), len(reported.commands)
     arrived = meant.sends - dead + requeued
     to_topic = meant.to_topic
-    missing_here = set(told.sent) - outbox.accepted.keys() - set(told.dead)
+    missing_here = set(reported.sent) - outbox.accepted.keys() - set(reported.dead)
     return [
         Line(
             "sent",
             "sent and acknowledged",
-            Count(len(set(told.sent)), meant.sends),
+            Count(len(set(reported.sent)), meant.sends),
             Count(outbox.first_rows, meant.sends),
-            Count(len(broker.accepted.keys() & set(told.sent)), meant.sends - dead),
+            Count(len(broker.accepted.keys() & set(reported.sent)), meant.sends - dead),
         ),
         Line(
             "accepted",
             "committed by the broker, and its history",
-            Count(len(set(told.sent)) - dead + requeued, arrived),
+            Count(len(set(reported.sent)) - dead + requeued, arrived),
             Count(len(outbox.accepted), arrived),
             Count(broker.history, arrived),
         ),
         Line(
             "duplicates",
             "sent again, still there once",
-            Count(told.duplicates, again),
+            Count(reported.duplicates, again),
             Count(outbox.sent_again, again),
             Count(broker.sent_again, again),
         ),
@@ -213,7 +209,7 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
         ),
         Line(
             "kept",
-            "to a queue and a member that nobody reads here",
+            "to a queue and a member without a reader here",
             Count(arrived - to_topic - commands, meant.kept),
             Count(outbox.to_others - outbox.commands, meant.kept),
             Count(broker.to_others - commands, meant.kept),

@@ -1,7 +1,7 @@
 """Everything on this machine: the embedded servers, a broker, a worker and a daemon, below one state directory.
 
-`up` starts a stack, `down` stops it, `status` looks at it, `demo` puts one through its paces. Here are its processes:
-their configs, their commands, when they are ready, and the order in which they need each other.
+`up` starts a stack, `down` stops it, `status` shows it, `demo` exercises one. Here are its processes: their configs,
+their commands, when they are ready, and the order in which they need each other.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Program(EmbeddedServer):
 
     @property
     def config_file(self) -> Path:
-        """Its config, written anew at every start (mode 0600: it may hold secrets)."""
+        """Its config, written again at every start (mode 0600: it may hold secrets)."""
         return self.directory / f"{self.name}.toml"
 
     def _prepare(self) -> None:
         replace_private(self.config_file, f"{toml(self._settings())}\n")
 
     def _environment(self) -> dict[str, str]:
-        """Return what every server has, and what OpenTelemetry is told."""
+        """Return the environment of every server, with the variables of OpenTelemetry."""
         return super()._environment() | {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
 
     def _command(self) -> list[str]:
@@ -91,7 +91,7 @@ class Program(EmbeddedServer):
 
     @abstractmethod
     def _probe(self) -> Awaitable[object]:
-        """Ask the program something; raises `PostroomError` where it does not answer well."""
+        """Ask the program something; raises `PostroomError` if it is not ready."""
 
 
 class PageProgram(Program):
@@ -199,7 +199,7 @@ class WorkerProgram(PageProgram):
         }
 
     async def backlog(self) -> dict[str, int]:
-        """Ask the worker what waits to be published, by what it is; raises `PostroomError` where it cannot say."""
+        """Ask the worker how many messages wait to be published, by source; raises `PostroomError` if it cannot say."""
         found = _BACKLOG.findall(await self._page("/metrics"))
         if not found:  # Postgres did not answer the worker
             raise TryAgain.of("database_unavailable", "the worker cannot ask Postgres what is unpublished: try again")
@@ -269,7 +269,7 @@ class Stack:
     def start(self, say: Callable[[str], None], begin: Callable[[str], None] = lambda _: None) -> None:
         """Start what does not run, make the mesh and write the `env` file.
 
-        Of each program `begin` is told that it starts, and `say` that it is ready.
+        For each program `begin` is called when it starts, and `say` when it is ready.
         """
         self.layout.create()
         for program in self.programs:
@@ -305,7 +305,7 @@ class Stack:
 
 @contextmanager
 def fatal_failures() -> Iterator[None]:
-    """Let a process that does not start or stop end the command with its sentence."""
+    """End the command with the sentence of a process that does not start or stop."""
     try:
         yield
     except EmbeddedError as error:

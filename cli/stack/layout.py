@@ -15,9 +15,9 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory, replace_private
 
 MESH: Final = "demo"
-SENDER: Final = "alice"  # as whom the daemon acts
+SENDER: Final = "alice"  # the member whose token the daemon has
 _NAME: Final = "postroom-up"
-_MARK: Final = "postroom-up"  # the file that says whose directory this is, and which SQL made its tables
+_MARK: Final = "postroom-up"  # the file that marks the directory as a stack's, and names the SQL of its tables
 _TABLES: Final = ("broker", "postroom.delivery", "postroom.ledger", "outbox", "inbox")  # the rooms whose SQL that is
 _SOCKET: Final = f"{MESH}.sock"
 
@@ -48,7 +48,7 @@ class Layout:
         self.log_file = state / "up.log"  # what a detached supervisor says
         self.admin_token_file = self.token_file("admin")  # of the broker-wide administrator
         self.daemon_directory = state / "daemon"
-        self.outbox_file = self.daemon_directory / "outbox.db"  # nobody else opens it while the daemon runs
+        self.outbox_file = self.daemon_directory / "outbox.db"  # opened by the daemon alone while it runs
 
     def token_file(self, member: str) -> Path:
         """Return the file with a member's token."""
@@ -109,7 +109,7 @@ class Layout:
 def tables_sql() -> dict[str, str]:
     """Return each SQL file that makes a stack's tables, with the digest of what it says, its comments left out.
 
-    A released migration never changes: what changes then is another one. Before the release they are rewritten.
+    A released migration never changes: a change is a further migration. Before the first release they are rewritten.
     """
     found = {}
     for room in _TABLES:

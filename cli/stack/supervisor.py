@@ -30,11 +30,11 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
 _MOST_SECONDS: Final = 60.0  # between an end and the next start
 _MAX_NOTIFICATION: Final = 4096  # bytes
-_SAID: Final = "postroom: "  # before the sentence with which a command ends
+_PREFIX: Final = "postroom: "  # of the sentence with which a command ends
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM, or the terminal went away."""
+    """Ctrl-C, SIGTERM, or a closed terminal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -55,13 +55,13 @@ def interruptible() -> Iterator[None]:
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    sys.unraisablehook = lambda _: None  # what was interrupted while it was being built complains of that
+    sys.unraisablehook = lambda _: None  # objects interrupted while being built would complain
     raise Interrupted(number)
 
 
 @contextmanager
 def supervising(layout: Layout) -> Iterator[None]:
-    """Be the one supervisor of the state directory; raises `Fatal` where there is one already."""
+    """Be the one supervisor of the state directory; raises `Fatal` if there is one already."""
     layout.create()
     with os.fdopen(open_private(layout.lock_file), "w") as lock:
         try:
@@ -78,13 +78,13 @@ def supervising(layout: Layout) -> Iterator[None]:
 
 
 def supervisor_of(layout: Layout) -> ProcessIdentity | None:
-    """Return the process that supervises the state directory, where there is one."""
+    """Return the process that supervises the state directory, if there is one."""
     process = ProcessIdentity.read(layout.pid_file)
     return process if process is not None and process.alive else None
 
 
 def keep_running(stack: Stack, say: Callable[[str], None], *, first_seconds: float = 0.5) -> None:
-    """Start again whatever ends, until an exception comes: the interruption.
+    """Start again each program that ends, until an exception interrupts it.
 
     A program that ends again and again is started ever later, at first after `first_seconds`; the others stay up.
     """
@@ -120,7 +120,7 @@ class _Watched:
         return self._due
 
     def start_again(self, say: Callable[[str], None]) -> None:
-        """Start the program where its time has come; one that does not start has ended once more."""
+        """Start the program if it is due; one that does not start counts as ended once more."""
         if self._due is None or time.monotonic() < self._due:
             return
         self._due = None
@@ -132,12 +132,10 @@ class _Watched:
 
 
 def detached(layout: Layout, say: Callable[[str], None]) -> None:
-    """Start a supervisor in the background: `postroom up` once more, in a session of its own, until it says READY=1.
+    """Start `postroom up` in the background, in a session of its own, and return once it is ready.
 
-    Meanwhile `say` is told what it is doing.
-
-    It says so by sd_notify(3), so the foreground form may as well be a systemd service of `Type=notify`. Raises `Fatal`
-    with what the supervisor said where it ended instead.
+    It reports by sd_notify(3), so the foreground form may as well be a systemd service of `Type=notify`: READY=1, and
+    before that what it is doing, which is passed to `say`. If it ends instead, raises `Fatal` with its last sentence.
     """
     layout.create()
     name = f"postroom-up-{secrets.token_hex(16)}"
@@ -145,7 +143,7 @@ def detached(layout: Layout, say: Callable[[str], None]) -> None:
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications,
         os.fdopen(open_private(layout.log_file, os.O_WRONLY | os.O_TRUNC), "wb") as log,
     ):
-        notifications.bind("\0" + name)  # abstract: no file to remove, and nobody can guess it
+        notifications.bind("\0" + name)  # abstract: no file to remove, and a name that cannot be guessed
         supervisor = subprocess.Popen(  # noqa: S603 - our own words, no shell
             module_command("cli", "up", "--state", layout.state),
             stdin=subprocess.DEVNULL,
@@ -163,7 +161,7 @@ def detached(layout: Layout, say: Callable[[str], None]) -> None:
     if not ready:
         code = supervisor.wait()
         raise Fatal(Exit(code) if code in set(Exit) - {Exit.OK} else Exit.FAILED, last_words(layout))
-    supervisor.returncode = 0  # it lives on: nobody here waits for it
+    supervisor.returncode = 0  # it goes on running: else subprocess would warn that it was not waited for
 
 
 def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[bytes], say: Callable[[str], None]) -> bool:
@@ -173,17 +171,17 @@ def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[byte
             readable, _, _ = select.select([notifications.fileno(), ended], [], [])
             if notifications.fileno() not in readable:
                 return False
-            for told in notifications.recv(_MAX_NOTIFICATION).decode(errors="replace").splitlines():
-                if told == "READY=1":
+            for line in notifications.recv(_MAX_NOTIFICATION).decode(errors="replace").splitlines():
+                if line == "READY=1":
                     return True
-                if told.startswith("STATUS="):
-                    say(told.removeprefix("STATUS="))
+                if line.startswith("STATUS="):
+                    say(line.removeprefix("STATUS="))
     finally:
         os.close(ended)
 
 
 def last_words(layout: Layout) -> str:
-    """Return the sentence that ended the supervisor, as its log has it."""
+    """Return the sentence that ended the supervisor, from its log."""
     lines = layout.log_file.read_text("utf-8", errors="replace").splitlines()
-    said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
     return said[-1] if said else f"the supervisor ended without a message; see {layout.log_file}"

@@ -274,7 +274,7 @@ def test_a_member_sees_the_daemons_of_its_mesh_and_is_told_what_is_missing(offic
     seen = office.with_token("bob").run("status")
     assert seen.code == 0, seen
     assert seen.out.splitlines()[:2] == ["all is well", "2 daemons"]
-    assert "consumers: only the administrator is told" in seen.out
+    assert "consumers: only the administrator may see that" in seen.out
 
 
 def test_top_writes_a_line_for_each_look_off_a_terminal(office: Office, well: Outcome) -> None:
