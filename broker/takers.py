@@ -156,7 +156,7 @@ class Takers:
         if outcome == "running":
             self._draft.wait_for(info.name, step, f"{info.name} has it in hand, or tries it again later")
         elif outcome == "waiting":
-            stopped = "" if info.num_waiting else ", and nobody asks for them: it is stopped, or pauses"
+            stopped = "" if info.num_waiting else ", and does not ask for them: it is stopped, or paused"
             waiting = counted(info.num_pending or 0, "message")
             self._draft.wait_for(info.name, step, f"{info.name} has {waiting} yet to take{stopped}")
 

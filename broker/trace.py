@@ -463,7 +463,7 @@ class _PostgresDraft(Draft):
             )  # fmt: skip
             if waits:
                 due = "" if row["due_at"] is None else f"; it is due at {when(row['due_at'])}"
-                self.wait(step, f"nobody has answered it yet{due}")
+                self.wait(step, f"it has not been answered yet{due}")
             if answer is not None:
                 messages[answer] = context
                 self.add("answer", answer, "answered", step.id, place="job", ids={"job": str(job)})

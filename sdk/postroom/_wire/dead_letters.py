@@ -82,7 +82,7 @@ def common_error(error: str) -> str:
 
 
 class _Conditions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which letters are meant; what is not set matches everything."""
+    """The conditions that letters match; what is not set matches everything."""
 
     subject: str | None = None  # of the original message; `*` and `>` as in NATS
     reason: str | None = None

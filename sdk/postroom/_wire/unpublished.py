@@ -210,10 +210,10 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
             return f"paused: {self.paused}"
         if self.asks:
             return "running"
-        return "full, or stopped: it asks for no messages" if self.in_hand else "stopped: nobody asks for its messages"
+        return "full, or stopped: it asks for no messages" if self.in_hand else "stopped: it asks for no messages"
 
     def troubles(self) -> Iterator[Trouble]:
-        """Yield what is wrong with it: it pauses, or messages wait and nobody asks for them.
+        """Yield what is wrong with it: it pauses, or messages wait and it does not ask for them.
 
         One that asks for no messages while it has some in hand is full, unless nothing has moved for a while.
         """

@@ -213,7 +213,7 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     seen = wait_until(
         lambda: office.user.run("status", "--json"), holds=lambda seen: "consumer books" in troubles(seen)
     )
-    stopped = "1 waiting, 0 in hand, stopped: nobody asks for its messages"
+    stopped = "1 waiting, 0 in hand, stopped: it asks for no messages"
     assert troubles(seen)["consumer books"] == ("look", stopped, "postroom consumer show books")
     assert seen.code == 1
     assert office.user.run("consumer", "show", "books").code == 0

@@ -498,7 +498,7 @@ def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer:
     taken = consumer.until_told("asleep", "taken", "waiting")
     assert taken["place"] == "sleepy"
     (wait,) = [wait for wait in consumer.story("asleep")["waits"] if wait["step"] == taken["id"]]
-    assert "nobody asks for them" in wait["why"]
+    assert "does not ask for them" in wait["why"]
     assert wait["help"] == "postroom consumer show sleepy"
 
     consumer.send("waiting", body='{"what": "fails"}')
