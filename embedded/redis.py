@@ -1,4 +1,4 @@
-"""An embedded Redis or Valkey on a Unix socket; it keeps nothing, since nothing is put there that may not be lost."""
+"""An embedded Redis or Valkey on a Unix socket; it persists nothing, since all that is stored there may be lost."""
 
 import shutil
 import socket
@@ -18,7 +18,7 @@ _SETTINGS = {
     "databases": "16",
     "maxmemory": "64mb",
     "maxmemory-policy": "volatile-ttl",
-    "hz": "1",  # wake-ups a second with nothing to do; it goes by itself to more where much expires
+    "hz": "1",  # wake-ups a second with nothing to do; it raises them by itself where much expires
 }
 
 
@@ -37,7 +37,7 @@ class EmbeddedRedis(EmbeddedServer):
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether this machine has a program for it."""
+        """Return whether this machine has Redis or Valkey."""
         return redis_server() is not None
 
     @property

@@ -1,7 +1,7 @@
-"""What every embedded server does alike: start, be ready, carry on after a crash, stop; where its files are.
+"""What all embedded servers have in common: start, readiness, recovery from a crash, stop; where their files are.
 
 `start` is idempotent and takes a lock, so two processes that start one directory at once start one server. `stop` ends
-the process in the pid file and no other, may be called by another process, and returns when it has ended.
+the process in the pid file and no other, can be called from another process, and returns when it has ended.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedServer(ABC):
-    """A server process whose whole state lies in `directory`.
+    """A server process whose whole state is in `directory`.
 
     Raises `EmbeddedError` where it cannot start or stop. The server ends with the process that called `start`.
     """
@@ -65,12 +65,12 @@ class EmbeddedServer(ABC):
         return self.directory / f"{self.name}.log"
 
     def open_log(self) -> IO[bytes]:
-        """Open it for what is written next, and through no link."""
+        """Open it to append, and never through a link."""
         return os.fdopen(open_private(self.log_file, os.O_WRONLY | os.O_APPEND), "ab")
 
     @property
     def process(self) -> ProcessIdentity | None:
-        """The server's process where it runs, whoever started it."""
+        """The server's process where it runs, whichever process started it."""
         identity = ProcessIdentity.read(self.pid_file)
         if identity is None and self._child is not None:  # the file was lost, the child was not
             identity = ProcessIdentity.of(self._child.pid)
@@ -97,7 +97,7 @@ class EmbeddedServer(ABC):
         return self.url
 
     def stop(self) -> None:
-        """End the server and wait until it has ended; nothing happens where it does not run."""
+        """End the server and wait until it has ended; does nothing where it does not run."""
         process = self.process
         if process is not None and not process.end(*self.stop_steps):
             raise EmbeddedError(f"{self.name} (pid {process.pid}) did not end, not even after SIGKILL")
@@ -105,7 +105,7 @@ class EmbeddedServer(ABC):
         self.pid_file.unlink(missing_ok=True)
 
     def _reap(self) -> None:
-        """Take notice of the own child's end, so that no zombie stays; one that still runs is kept."""
+        """Collect our child where it has ended, so that no zombie stays."""
         if self._child is not None and self._child.poll() is not None:
             self._child = None
 
@@ -122,20 +122,20 @@ class EmbeddedServer(ABC):
                 directory=self.directory,
             )
         process = ProcessIdentity.of(self._child.pid)
-        if process is None:  # somebody else reaped it
+        if process is None:  # it has ended, and was reaped elsewhere
             raise self.failure()
         process.write(self.pid_file)
         return process
 
     def failure(self) -> EmbeddedError:
-        """Return the error that says how the log of a process that has ended ends."""
+        """Return the error for a process that has ended: it quotes the end of its log."""
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             tail = log.read().decode(errors="replace").strip()
         return EmbeddedError(f"{self.name} ended by itself; {self.log_file} ends with:\n{tail}")
 
     def _account(self) -> Account | None:
-        """Return whom the server runs as; None: the user that starts it."""
+        """Return the account that the server runs as; None: the user that starts it."""
         return None
 
     def _environment(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Bring the directory into a state that the command can start from, after a crash too."""
+        """Prepare the directory for the command to start from, after a crash too."""
 
     @abstractmethod
     def _command(self) -> list[str]:
@@ -152,12 +152,12 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def _ready(self, process: ProcessIdentity) -> bool:
-        """Say whether `process` answers clients."""
+        """Return whether `process` answers clients."""
 
 
 @contextmanager
 def _writable_for_nobody_else() -> Iterator[None]:
-    """Under a umask of 000 others could write to what is made here, as to the file that says which process to end."""
+    """Keep other users from writing to what is made here (the pid file too), even under a umask of 000."""
     before = os.umask(0o077)
     os.umask(before | 0o022)
     try:
@@ -177,7 +177,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def file_of(package: str, name: str) -> Path | None:
-    """Return the file of that name that an installed package brought along, such as a server's program."""
+    """Return the file `name` of an installed package, such as a server's program; None where there is none."""
     try:
         files = distribution(package).files or ()
     except PackageNotFoundError:
@@ -187,10 +187,10 @@ def file_of(package: str, name: str) -> Path | None:
 
 
 def socket_directory(directory: Path, longest_name: str, owner: int | None = None) -> Path:
-    """Return where sockets with names up to `longest_name` go: `directory`, or a short stand-in for it.
+    """Return where sockets with names up to `longest_name` go: `directory`, or a shorter one in its place.
 
-    The stand-in lies in the directory for temporary files, is the same at every call, and is `owner`'s alone (a uid;
-    this user's unless given). A stranger's in its place is an `EmbeddedError`.
+    The shorter one is in the directory for temporary files, is the same at every call, and belongs to `owner` (a uid;
+    this user unless given). Raises `EmbeddedError` where it belongs to another user.
     """
     if _fits(directory / longest_name):
         return directory

@@ -7,7 +7,7 @@ PR_SET_PDEATHSIG), so start it from a thread that lives as long as the process: 
 the command runs with that uid and gid and no other groups. The command keeps the pid of this program.
 
 It is a program and not a `preexec_fn`, which may deadlock in a parent that has threads. The order below matters:
-modules are imported while they can still be read, and the kernel forgets the signal when the uid changes.
+modules are imported while they are still readable, and the kernel drops the signal when the uid changes.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
         os.setresuid(uid, uid, uid)
     if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:  # it died before the kernel knew what to do then
+    if os.getppid() != parent:  # it died before the signal was set
         sys.exit("the process that started this one has ended")
     os.umask(0o077)
     os.execv(arguments[4], arguments[4:])  # noqa: S606 - becoming that command is the purpose
