@@ -1,8 +1,8 @@
 """The consumer core: one durable pull consumer that gives messages to a handler and settles what the handler says.
 
-Every kind of handler (HTTP, webhook, agent, job, inbox) runs on it. It knows three outcomes and counts nothing: whether
-a message is tried again, when, and which attempt is the last, its handler says, by a record that survives them both.
-It promises, whatever crashes or vanishes:
+Every kind of handler (HTTP, webhook, agent, job, inbox) runs on it. It knows three outcomes and counts nothing: the
+handler decides whether a message is tried again, when, and which attempt is the last, by a record that survives both.
+It promises, whatever crashes or disappears:
 
 - a message is acknowledged only after its handler said `Done`, or after its dead letter is kept;
 - a message in hand is kept from being delivered elsewhere by in-progress acks, however long its handler takes, and one
@@ -49,15 +49,16 @@ _NANOSECONDS: Final = 1_000_000_000
 
 
 class Attempts(NamedTuple):
-    """How often a message may be attempted, and how long it waits in between; its sender may have said otherwise."""
+    """How often a message may be attempted, and how long it waits in between, unless its sender set a retry policy."""
 
     most: int
     backoff: Backoff
 
     def failed(self, delivery: Delivery, attempt: int, error: str, after: float | None = None) -> Later | Dead:
-        """Return what follows on the failure of attempt number `attempt`, 1 or more.
+        """Return what follows the failure of attempt number `attempt`, 1 or more.
 
-        It comes again `after` seconds where those are known, else by the schedule; after the last it is dead.
+        The message comes again `after` seconds where that is known, else by the schedule; after the last attempt it is
+        dead.
         """
         if attempt >= delivery.most_attempts(self.most):
             return Dead(MAX_DELIVER, error, attempt)
@@ -66,17 +67,17 @@ class Attempts(NamedTuple):
 
 
 class Settle(Protocol):
-    """Settles one delivery; a second time, or for one whose consumer is gone, it does nothing."""
+    """Settles one delivery; a second call, or one for a consumer that was deleted, does nothing."""
 
     async def __call__(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Tell JetStream, or the dead letters, what became of `delivery`."""
+        """Report to JetStream, or to the dead letters, what became of `delivery`."""
 
 
 class Handler(Protocol):
     """What is done with messages."""
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """Settle each delivery of `batch`, in any order; what raises or stays unsettled comes again."""
+        """Settle each delivery of `batch`, in any order; a delivery that stays unsettled comes again."""
 
 
 def processing(delivery: Delivery, consumer: str, attempt: int) -> spans.Span:
@@ -127,16 +128,16 @@ class Consumer:
         took: Histogram | None = None,
         rng: Random | None = None,
     ) -> None:
-        """`stream` lets the consumer declare a stream that was deleted under it; without, it waits for another to.
+        """`stream` lets the consumer declare its stream where that was deleted; without it, another program has to.
 
-        `took` may be shared with others.
+        `took` may be shared by consumers.
         """
         self.counters = ConsumerCounters()
         self._settings = settings
         self._handler = handler
         self._dead_letters = dead_letters
-        self.took = took or Histogram(LATENCIES)  # how many seconds before it was done each message happened
-        self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
+        self.took = took or Histogram(LATENCIES)  # seconds from each message's `occurred_at` until it was done
+        self._rng = rng or Random()  # noqa: S311 - it spreads retries, no secret depends on it
         self._pull = Pull(
             js,
             settings,
@@ -154,7 +155,7 @@ class Consumer:
         self._dispatch_due = False
 
     async def declare(self) -> None:
-        """Make the durable consumer, or bring it to its settings, as `run` does when it begins.
+        """Create the durable consumer, or change it to its settings, as `run` does when it begins.
 
         Raises `Conflict` with the difference where it may not be changed, `NotFound` without a stream, `Unavailable`.
         """
@@ -172,7 +173,7 @@ class Consumer:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Take nothing more, hand back at once what no handler has seen, and finish what is being handled."""
+        """Take no more messages, hand back at once those that no handler has seen, and finish the others."""
         self._stopping = True
         await self._pull.stop()
         while self._queue:
@@ -181,21 +182,21 @@ class Consumer:
         await self._finish()
 
     async def made(self) -> None:
-        """Raise `NotFound` where the durable consumer, just made, should not be there; here it always should."""
+        """Raise `NotFound` where the durable consumer, just created, should not exist; by default it always should."""
 
     @property
     def room(self) -> int | None:
-        """How many messages the handler has use for now; None sets no limit, 0 pauses the consumer."""
+        """How many messages the handler can take now; None sets no limit, 0 pauses the consumer."""
         return None
 
     @property
     def durable(self) -> str:
-        """The name that it has in JetStream."""
+        """Its name in JetStream."""
         return self._settings.durable
 
     @property
     def trouble(self) -> str | None:
-        """Say what keeps messages from arriving, or from being handled; None where nothing does."""
+        """What keeps messages from arriving, or from being handled; None where nothing does."""
         return self._pull.trouble
 
     @property
@@ -212,12 +213,12 @@ class Consumer:
         return (most if wanted is None else min(most, wanted)) - len(self._held)
 
     def _receive(self, message: Msg, epoch: datetime) -> None:
-        """Take a message in hand; one that is in hand already only tells where its ack goes now."""
+        """Take a message in hand; of one that is in hand already only the new ack subject is noted."""
         delivery = delivery_of(message)
         self.counters.delivered += 1
         self.counters.redelivered += delivery.attempt > 1
         if epoch != self._epoch:
-            self._held.clear()  # of a consumer that is gone: nobody waits for those any more
+            self._held.clear()  # of a consumer that was deleted: no ack for them counts any more
             self._queue.clear()
             self._epoch = epoch
         now = asyncio.get_running_loop().time()
@@ -232,7 +233,7 @@ class Consumer:
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Give what is queued to the handler, while it may be given more."""
+        """Give what is queued to the handler, up to its `batches_at_once`."""
         self._dispatch_due = False
         while self._queue and not self._stopping and len(self._handling) < self._settings.batches_at_once:
             count = min(len(self._queue), self._settings.batch)
@@ -247,7 +248,7 @@ class Consumer:
         self._dispatch()
 
     async def _handle(self, batch: list[_Held]) -> None:
-        """Give a batch to the handler, but for what it should not see: a replay for another, what nobody can read."""
+        """Give a batch to the handler, without replays for another consumer and without unreadable messages."""
         chosen = []
         for held in batch:
             delivery = held.delivery
@@ -260,7 +261,7 @@ class Consumer:
         await self._give(chosen)
 
     async def _give(self, chosen: list[_Held]) -> None:
-        """Have `chosen` handled; where that raises, each of them alone, so that one to blame takes none along."""
+        """Have `chosen` handled; where that raises, each alone, so that one bad message does not fail the others."""
         error = "the handler returned no outcome for this message"
         try:
             if chosen:
@@ -295,9 +296,9 @@ class Consumer:
                 await self._bury(held, outcome)
 
     async def _bury(self, held: _Held, outcome: Dead) -> None:
-        """Keep the dead letter and only then ack; without a place for dead letters the message comes again.
+        """Keep the dead letter and only then ack; where it cannot be kept, the message comes again.
 
-        A dead letter that cannot be handled is its own letter: one of it would come here again, and again.
+        A dead letter that cannot be handled gets no letter of its own: that letter would come here again, and again.
         """
         delivery = held.delivery if outcome.attempts is None else held.delivery._replace(attempt=outcome.attempts)
         if is_dead_letter(delivery):
@@ -308,7 +309,7 @@ class Consumer:
             await self._dead_letters.keep(
                 letter_of(delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable)
             )
-        except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
+        except Exception as error:  # noqa: BLE001 - a letter that cannot be kept holds up its own message only
             _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=error_text(error))
             await self._later(held, self._pause(held))
             return
@@ -322,11 +323,11 @@ class Consumer:
             self.counters.retried += 1
 
     def _pause(self, held: _Held) -> float:
-        """Return how long a message waits about which no handler said anything."""
+        """Return how long a message waits for which no handler set a delay."""
         return self._settings.backoff.schedule.seconds(held.delivery.attempt, self._rng.random)
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
-        """Send the last ack for a message, and forget it; False where its consumer is gone."""
+        """Send the last ack for a message, and forget it; False where its consumer was deleted."""
         try:
             return await self._pull.answer(held.reply, text, held.epoch)
         finally:
@@ -335,7 +336,7 @@ class Consumer:
                 self._pull.more()
 
     async def _remind(self) -> None:
-        """Tell the server thrice per `ack_wait` what is still in hand, so that it is not delivered to another."""
+        """Report what is still in hand three times per `ack_wait`, so that it is not delivered to another process."""
         interval = self._settings.ack_wait_seconds / 3
         while True:
             await asyncio.sleep(interval)

@@ -1,7 +1,7 @@
-"""Consumers that come and go: a program that finds out by looking, every now and then, which of them should run.
+"""Consumers that start and end while a program runs: it checks every few seconds which of them should run.
 
-The connection to NATS is theirs alone. Whoever looks begins those that are missing and ends those that are gone; here
-they are kept, watched, counted, and stopped.
+They have a connection to NATS of their own. A subclass's `look` begins those that are missing and ends those that
+should no longer run; here they are kept, watched, counted, and stopped.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from postroom.errors import Conflict, PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_PASSING: Final = (PostroomError, *POSTGRES_ERRORS, *NATS_ERRORS)  # the next look may be better
+_PASSING: Final = (PostroomError, *POSTGRES_ERRORS, *NATS_ERRORS)  # the next look may succeed
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -39,7 +39,7 @@ class Consumers(ABC, Generic[Key, Kept]):
         """`name` is what NATS and the logs know the program by; `check_seconds` lie between two looks."""
         self.running: dict[Key, Kept] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._ended = ConsumerCounters()  # of those that are gone
+        self._ended = ConsumerCounters()  # of those that have ended
         self._unseen: str | None = None  # why the last look failed
         self._refused: dict[Key, str] = {}  # why some cannot run
         self._nats = nats
@@ -50,10 +50,10 @@ class Consumers(ABC, Generic[Key, Kept]):
 
     @abstractmethod
     async def look(self, js: JetStreamContext) -> None:
-        """Begin what is missing, and end what is gone."""
+        """Begin the consumers that are missing, and end those that should no longer run."""
 
     async def run(self) -> None:
-        """Look until `stop`; NATS or Postgres away ends one look, no more. Raises what a consumer ended with."""
+        """Look until `stop`; an outage of NATS or Postgres ends one look only. Raises what a consumer ended with."""
         connecting = asyncio.create_task(connect(self._nats, name=self._name))
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -65,7 +65,7 @@ class Consumers(ABC, Generic[Key, Kept]):
             self._stopped.set()
 
     async def stop(self) -> None:
-        """Begin nothing more, and wait for what is under way."""
+        """Begin no more consumers, and wait for what is under way."""
         self._stop.set()
         await self._stopped.wait()
 
@@ -91,7 +91,7 @@ class Consumers(ABC, Generic[Key, Kept]):
 
     @property
     def trouble(self) -> str | None:
-        """Say why some consumer gets nothing, or why nobody knows which should run; None where all is well."""
+        """Why some consumer gets nothing, or why it is unknown which should run; None where all is well."""
         troubles = list(self._refused.values())
         troubles += [consumer.trouble for consumer in self.running.values() if consumer.trouble is not None]
         if self._unseen is not None or not troubles:
@@ -107,21 +107,21 @@ class Consumers(ABC, Generic[Key, Kept]):
                     self._unseen = None
                 except _PASSING as error:
                     self._unseen = f"{type(error).__name__}: {error}"
-                    _log.warning("consumers_not_looked_after", of=self._name, error=self._unseen)
+                    _log.warning("consumers_not_checked", of=self._name, error=self._unseen)
                 await within(self._check_seconds, self._stop)
         finally:
             await asyncio.gather(*(self.end(key) for key in list(self.running)))
             await connection.close()
 
     def _collect_what_ended(self) -> None:
-        """Let go of consumers that may not run as they are; raises what else ended one: it ends the program."""
+        """Drop consumers that were refused with a `Conflict`; any other error is raised, and ends the program."""
         for key, task in list(self._tasks.items()):
             if not task.done():
                 self._refused.pop(key, None)
                 continue
             try:
                 task.result()
-            except Conflict as error:  # the others go on, and this one begins anew with the next look
+            except Conflict as error:  # the others go on, and the next look begins this one again
                 if self._refused.get(key) != str(error):
                     _log.error("consumer_refused", of=self._name, detail=str(error))
                 self._refused[key] = str(error)
@@ -130,7 +130,7 @@ class Consumers(ABC, Generic[Key, Kept]):
 
 
 async def run_alone(consumer: Consumer) -> None:
-    """Run a consumer that a program is there for; raises `Fatal` where it may not go on."""
+    """Run the only consumer of a program; raises `Fatal` where it cannot go on."""
     try:
         await consumer.run()
     except PostroomError as error:

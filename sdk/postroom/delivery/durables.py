@@ -1,7 +1,7 @@
 """Every durable consumer, whether it runs or not, and how far it is (docs/contract/operate.md#operate-53).
 
-NATS knows what waits, what is in hand and who paused it; the record in Postgres, what was begun and whose handler is
-unreachable.
+NATS knows what waits, what is in hand and who paused it; the record in Postgres knows what was begun and which handlers
+are unreachable.
 """
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ from postroom.delivery.streams import all_consumers, all_streams, filters_of
 _QUERIES: Final = load_queries(__package__, "durables.sql")
 _KEPT: Final = timedelta(hours=2)  # how long what waited in a minute is known
 _PAUSES_SINCE: Final = (2, 11)  # the version of NATS
-_LONG: Final = timedelta(days=100 * 365)  # a pause lasts until somebody ends it
+_LONG: Final = timedelta(days=100 * 365)  # a pause lasts until an operator ends it
 _BY, _REASON, _UNTIL = "postroom-paused-by", "postroom-paused-because", "postroom-paused-until"  # in its metadata
 
 
@@ -37,7 +37,7 @@ class OperatorPause(NamedTuple):
 
 
 async def find_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
-    """Return the durable consumers of a stream; none where there is no such stream. Raises what nats-py raises."""
+    """Return the durable consumers of a stream, which may not exist. Raises what nats-py raises."""
     try:
         return [info for info in await all_consumers(js, stream) if info.config.durable_name]
     except NotFoundError:
@@ -54,8 +54,8 @@ async def list_durables(
 ) -> list[Durable]:
     """Return the durable consumers of the streams of `meshes`, or of all, by stream and name.
 
-    `begun` and `unreachable` are what the record knows, by consumer. With `oldest` it is looked up since when messages
-    wait, a request for each filter of a consumer. Raises what nats-py raises.
+    `begun` and `unreachable` are what the record knows, by consumer. `oldest` also looks up since when messages wait,
+    with a request for each filter of a consumer. Raises what nats-py raises.
     """
     return [
         _durable(info, begun, unreachable, await _oldest(js, info) if oldest else None)
@@ -83,9 +83,9 @@ def pause_of(info: ConsumerInfo) -> OperatorPause | None:
 
 
 async def pause(js: JetStreamContext, info: ConsumerInfo, by: OperatorPause) -> None:
-    """Have the server give a consumer nothing, whoever asks, until `resume` (docs/contract/delivery.md#delivery-87).
+    """Have the server deliver nothing to a consumer, in any process, until `resume`; raises `Unavailable`.
 
-    Raises `Unavailable`.
+    The rule is docs/contract/delivery.md#delivery-87.
     """
     until = (datetime.now(UTC) + _LONG).strftime("%Y-%m-%dT%H:%M:%SZ")
     said = {**(info.config.metadata or {}), _BY: by.by, _REASON: by.reason, _UNTIL: until}
@@ -100,7 +100,7 @@ async def pause(js: JetStreamContext, info: ConsumerInfo, by: OperatorPause) -> 
 
 
 async def resume(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -> None:
-    """Have it be given messages again; raises `Unavailable`."""
+    """Have the server deliver to it again; raises `Unavailable`."""
     try:
         await js.resume_consumer(info.stream_name, info.name)
     except NATS_ERRORS as error:
@@ -108,11 +108,11 @@ async def resume(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -
 
 
 EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume})
-"""What each verb does to a consumer, for an operator who has said why."""
+"""What each verb does to a consumer, for an operator who gave a reason."""
 
 
 async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:
-    """Tell since when the oldest message waits that a consumer has yet to acknowledge; None where none does."""
+    """Return since when the oldest message waits that a consumer has yet to acknowledge; None where none does."""
     moments: list[datetime] = []
     for pattern in filters_of(info.config) if info.num_pending or info.num_ack_pending else []:
         with suppress(NotFoundError):
@@ -145,13 +145,13 @@ def _durable(
 
 
 async def keep_waiting(pool: Pool, durables: Sequence[Durable]) -> None:
-    """Keep how many messages wait in this minute for those that are behind."""
+    """Record how many messages wait in this minute for the consumers that are behind."""
     if behind := [(one.stream, one.consumer, one.waiting) for one in durables if one.waiting]:
         await pool.execute(_QUERIES["keep_waiting"], *zip(*behind, strict=True))
 
 
 async def with_past(connection: Connection, durables: Sequence[Durable], last: int) -> list[Durable]:
-    """Return durables with what waited for each in the last minutes, the one that runs at the end."""
+    """Return durables with what waited for each in the last minutes, the current one at the end."""
     past = {(one.stream, one.consumer): [0] * last for one in durables}
     for row in await connection.fetch(_QUERIES["list_waiting"], sorted({one.stream for one in durables}), last):
         if (found := past.get((row["stream"], row["consumer"]))) is not None:
@@ -160,5 +160,5 @@ async def with_past(connection: Connection, durables: Sequence[Durable], last: i
 
 
 async def sweep_waiting(connection: Connection, rows: int) -> int:
-    """Forget up to `rows` of what waited more than two hours ago; return how many those were."""
+    """Delete up to `rows` rows of what waited more than two hours ago; return how many those were."""
     return int(await connection.fetchval(_QUERIES["sweep_waiting"], rows, _KEPT))

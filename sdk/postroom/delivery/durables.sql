@@ -1,7 +1,7 @@
 -- How many messages waited for each durable consumer, minute by minute (docs/contract/operate.md#operate-71).
 
 -- name: keep_waiting
--- For the consumers $2 of the streams $1, $3 messages wait in the minute that runs; no disk is waited for.
+-- For the consumers $2 of the streams $1, $3 messages wait in the current minute; does not wait for the disk.
 WITH lazily AS MATERIALIZED (
   SELECT set_config('synchronous_commit', 'off', true)
 )

@@ -1,4 +1,4 @@
-"""What goes wrong in delivering, each as a sentence, and the errors of NATS mapped in one place."""
+"""The errors of delivery, each with its sentence, and the errors of NATS mapped in one place."""
 
 import asyncio
 from typing import Final
@@ -27,12 +27,12 @@ _UNREACHABLE: Final = (
 
 
 def invalid_subject(detail: str) -> InvalidMessage:
-    """Refuse what would make no subject, or is none; `detail` says the rule."""
+    """Refuse what is not a valid subject, or a part of one; `detail` states the rule."""
     return InvalidMessage.of("invalid_subject", detail, field="subject")
 
 
 def is_refusal(error: Exception | None) -> bool:
-    """Tell whether the server said that this user may not connect."""
+    """Return whether the server refused this user."""
     return isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower()
 
 
@@ -52,7 +52,7 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
 
 
 def _from_jetstream(error: Exception, doing: str) -> PostroomError:
-    """Map what JetStream itself said."""
+    """Map an error that JetStream itself returned."""
     number = error.err_code if isinstance(error, APIError) else None
     sentence = getattr(error, "description", None) or str(error)
     if number == _STREAM_NOT_FOUND:
@@ -64,7 +64,7 @@ def _from_jetstream(error: Exception, doing: str) -> PostroomError:
 
 
 def too_large(doing: str) -> InvalidMessage:
-    """Say that NATS takes no message of that size."""
+    """Say that NATS accepts no message of that size."""
     detail = f"{doing}: the message is too large for NATS; raise max_payload in the server's config"
     return InvalidMessage.of("payload_too_large", detail)
 
@@ -76,16 +76,16 @@ def would_lose(diff: str) -> Conflict:
 
 
 def name_taken(diff: str) -> Conflict:
-    """Refuse another filter under a name that somebody consumes under at the moment."""
+    """Refuse another filter for a consumer that a program is reading from at the moment."""
     detail = (
         f"{diff}; another program consumes under this name now: stop it first if this one replaces it, or give "
-        "this one a durable of its own"
+        "this one a durable name of its own"
     )
     return Conflict.of("consumer_in_use", detail, retryable=True)
 
 
 def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[str]) -> Conflict:
-    """Refuse a second consumer of what a work queue gives to one; `others` says who has which subjects."""
+    """Refuse a second consumer of subjects that a work queue gives to one; `others` says which has which subjects."""
     detail = (
         f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. If this "
         "program had that name before, set it as its durable; otherwise stop the other program, and delete its consumer"
@@ -94,7 +94,7 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
 
 
 def no_streams(context: str) -> NotFound:
-    """Say that JetStream has never heard of a mesh: most likely its name is misspelt."""
+    """Say that JetStream has no stream of a mesh: most likely its name is misspelt."""
     detail = (
         f"NATS has no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a running worker "
         "(`postroom worker run`) creates their streams"
@@ -109,19 +109,19 @@ def letter_not_found(letter: str) -> NotFound:
 
 
 def not_failing(source: str, key: str) -> NotFound:
-    """Say that nothing of that id fails to be published, among `events` or `deliveries`."""
+    """Say that no event or delivery with that id is failing to be published; `source` is `events` or `deliveries`."""
     detail = f"{key!r} is not among the failing {source}: see `postroom worker {source} list`; nothing was dropped"
     return NotFound.of("not_failing", detail)
 
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
-    """Refuse a replay that nobody would take."""
+    """Refuse a replay that no consumer would take."""
     detail = f"cannot replay {letter}: its consumer {consumer} does not consume {subject} now; start it first"
     return Conflict.of("consumer_gone", detail)
 
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
-    """Refuse to settle a letter that is a row of another database: there it would stay as it is."""
+    """Refuse to settle a letter whose row is in another database, where it would stay unsettled."""
     detail = (
         f"the dead letter {letter} is in another database, that of its consumer {consumer}: "
         "ask a broker on that database (POSTROOM_BROKER_URL)"
@@ -130,7 +130,7 @@ def letter_elsewhere(letter: str, consumer: str) -> Conflict:
 
 
 def letter_not_kept(letter: str, error: Exception) -> Unavailable:
-    """Say that Postgres has not taken a dead letter."""
+    """Say that Postgres did not accept a dead letter."""
     detail = f"cannot store the dead letter of {letter}: Postgres did not accept it ({type(error).__name__}: {error})"
     return Unavailable.of("letter_not_kept", detail, retryable=True)
 
@@ -142,7 +142,7 @@ def consumer_not_found(name: str) -> NotFound:
 
 def cannot_pause(consumer: str, version: str) -> Unavailable:
     """Say that the server is too old to pause a consumer."""
-    detail = f"cannot pause {consumer}: NATS {version} does not know how: update it to 2.11, or stop its program"
+    detail = f"cannot pause {consumer}: NATS {version} does not support it: update it to 2.11, or stop its program"
     return Unavailable.of("nats_too_old", detail)
 
 
@@ -152,7 +152,7 @@ def no_nats(doing: str) -> Unavailable:
 
 
 def no_payload(letter: str) -> Conflict:
-    """Refuse to replay what holds no message."""
+    """Refuse to replay a letter without a payload."""
     detail = (
         f"cannot replay {letter}: it has no payload, since another program wrote it, or it was too "
         "large for NATS; inspect it, or drop it"

@@ -1,4 +1,4 @@
-"""One message as its readers see it: delivered by JetStream, with where its id is found, or a row of the history."""
+"""One message as its readers see it: a delivery of JetStream, with the places of its id, or a row of the history."""
 
 import base64
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _NANOSECONDS: Final = 1_000_000_000
 
 
 class Delivery(NamedTuple):
-    """A message that JetStream delivered to a durable consumer; nothing of it changes."""
+    """A message that JetStream delivered to a durable consumer; immutable."""
 
     subject: str
     data: bytes
@@ -31,13 +31,13 @@ class Delivery(NamedTuple):
     message_id: str | None  # what inboxes dedupe by; None where the message carries none
     stream: str
     sequence: int  # in the stream
-    attempt: int  # as the server counts deliveries, 1 for the first; what was attempted, handlers know
+    attempt: int  # as the server counts deliveries, 1 for the first; handlers count what was attempted
     published_at: datetime
     retry_policy: RetryPolicy | None = None  # the sender's
 
     @property
     def unreadable(self) -> str | None:
-        """Say what of the message nobody could read; None where it can be handled."""
+        """Which part of the message could not be read; None where it can be handled."""
         if UNREADABLE in self.headers:
             return "its headers are not NATS headers in UTF-8: the letter has them in base64"
         if UNREADABLE_SUBJECT in self.headers:
@@ -55,7 +55,7 @@ class Delivery(NamedTuple):
 
     @property
     def traceparent(self) -> str | None:
-        """The trace that it is of; what is not as W3C Trace Context has it is none."""
+        """The trace that it belongs to; None for a header that is not valid W3C Trace Context."""
         return read_traceparent(self.headers.get("traceparent"))
 
     def most_attempts(self, max_deliver: int) -> int:
@@ -71,10 +71,10 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 def delivery_of(message: Msg) -> Delivery:
-    """Read a message of a pull consumer, whose ack subject tells where it came from and how often."""
+    """Read a message of a pull consumer: its ack subject holds its stream, its number and the count of deliveries."""
     words = message.reply.split(".")
     if len(words) > _PLAIN_WORDS:
-        words = words[:2] + words[4:]  # a domain and an account's hash stand before the stream
+        words = words[:2] + words[4:]  # a domain and an account's hash come before the stream
     headers = message.headers or _NO_HEADERS
     return Delivery(
         subject=message.subject,
@@ -92,9 +92,8 @@ def delivery_of(message: Msg) -> Delivery:
 def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
     """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None.
 
-    None too where the headers are unreadable: nobody knows what they said.
-
-    The epoch is cut off where a header says that there is one: the ids of other programs may look the same.
+    None too where the headers are unreadable. The epoch is cut off only where a header says that there is one, since
+    ids of other programs may look the same.
     """
     if UNREADABLE in headers:
         return None
@@ -111,7 +110,7 @@ def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the body as a JSON object; an empty one where it is none."""
+    """Return the body as a JSON object; an empty one where it is something else."""
     try:
         decoded = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,14 +1,13 @@
-"""The connection to JetStream: tries for ever unless told otherwise, comes back by itself, logs what happens to it.
+"""The connection to JetStream: tries for ever unless configured otherwise, reconnects by itself, and logs it.
 
-Its reader is one that no message can stop. nats-py takes messages apart in its one read loop: a header block or a
-subject that it cannot read raises there, ends the loop, and with it every subscription, while the connection looks
-alive. A server stores such messages for anybody. So what nats-py could not read is rewritten before it gets there: the
-message arrives like any other, with its body as it was, and `UNREADABLE` says in base64 what its headers were
-(`UNREADABLE_SUBJECT` its subject). What becomes of it is decided where messages are handled
-(`postroom.delivery.consumer`).
+No message can stop its reader. nats-py parses messages in its one read loop: a header block or a subject that it cannot
+read raises there and ends the loop, and with it every subscription, while the connection looks alive. A server stores
+such messages from any publisher. So what nats-py could not read is rewritten before it gets there: the message arrives
+like any other, with its body unchanged, and `UNREADABLE` has its headers in base64 (`UNREADABLE_SUBJECT` its subject).
+What becomes of it is decided where messages are handled (`postroom.delivery.consumer`).
 
-This relies on names that are nats-py's own (`_ps`, `_process_msg`, the state of its parser, what a JetStream context
-hides): they are used in this file alone. Therefore its version has an upper bound, and a test sends what is rewritten
+This relies on private names of nats-py (`_ps`, `_process_msg`, the state of its parser, attributes of a JetStream
+context), which are used in this file only. Therefore its version has an upper bound, and a test sends what is rewritten
 here through a real server.
 """
 
@@ -35,10 +34,10 @@ _log = structlog.get_logger(__name__)
 
 CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
-_BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is away
-_HEADER_BYTES: Final = 16 * 1024  # that the headers of a message may take, and what is put around a payload
+_BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable server
+_HEADER_BYTES: Final = 16 * 1024  # reserved for the headers of a message, and for what is put around its payload
 _CLOSE_SECONDS: Final = 3.0
-_PINGS: Final = 2  # unanswered ones after which the server counts as gone
+_PINGS: Final = 2  # unanswered ones after which the server counts as unreachable
 
 UNREADABLE: Final = "Postroom-Unreadable-Headers"  # base64 of a block that holds no headers, or control characters
 UNREADABLE_SUBJECT: Final = "Postroom-Unreadable-Subject"  # base64 of a subject that is not UTF-8
@@ -56,10 +55,9 @@ async def connect(
 ) -> Client:
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
-    Afterwards the connection comes back by itself for as long as it is not closed. The caller closes it. Without
-    `reconnect` each server is tried twice, and a connection that breaks stays closed: what was sent is then a beginning
-    of it.
-    What happens to it goes to the log unless `logged` is False: a person at a terminal reads the exception.
+    Afterwards the connection comes back by itself until the caller closes it. Without `reconnect` each server is tried
+    twice, and a connection that breaks stays closed: the server then has a beginning of what was sent.
+    Outages are logged unless `logged` is False: a person at a terminal reads the exception.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
     client = NatsClient(logged=logged)
@@ -74,7 +72,7 @@ async def connect(
                 connect_timeout=settings.connect_seconds,  # type: ignore[arg-type] # any number of seconds
                 reconnect_time_wait=settings.reconnect_seconds,  # type: ignore[arg-type]
                 allow_reconnect=reconnect,
-                # nats-py goes by it for the first connection too, whatever `allow_reconnect` says; -1 never ends that.
+                # nats-py applies it to the first connection too, whatever `allow_reconnect` is; -1 sets no limit.
                 max_reconnect_attempts=-1 if reconnect else 1,
                 ping_interval=settings.ping_seconds,  # type: ignore[arg-type]
                 max_outstanding_pings=_PINGS,
@@ -96,10 +94,10 @@ async def connect(
 
 
 def end_if_cancelled() -> None:
-    """Raise `CancelledError` where the current task was cancelled and goes on.
+    """Raise `CancelledError` where the current task was cancelled but still runs.
 
-    The client of NATS may swallow a cancellation in the midst of a request. So whatever only a cancellation ends asks
-    here after its requests: it would go on for ever.
+    nats-py may swallow a cancellation during a request. A loop that only a cancellation ends would then run for ever,
+    so it calls this after its requests.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -107,7 +105,7 @@ def end_if_cancelled() -> None:
 
 
 class _Events:
-    """What a connection tells of itself, into the log."""
+    """Logs the events of a connection."""
 
     def __init__(self, name: str, client: Client, *, logged: bool) -> None:
         self._log = _log.bind(connection=name)
@@ -153,16 +151,16 @@ def _secret(file: Path) -> str:
 
 
 class NatsClient(Client):
-    """A client whose messages have headers that can be read, and a subject that is a text."""
+    """A client whose messages always have readable headers and a subject in UTF-8."""
 
     def __init__(self, *, logged: bool = True) -> None:
-        """Write what could not be read into the log if `logged`."""
+        """Log what could not be read if `logged`."""
         super().__init__()
         self._ps = _Parser(self)
         self._logged = logged
 
     async def close(self) -> None:
-        """Close it: what is still to be sent has a few seconds, since a server that hangs must not keep a program."""
+        """Close it; what is still to be sent has a few seconds, since a server that hangs must not block a program."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await super().close()
@@ -189,17 +187,17 @@ class NatsClient(Client):
 
 
 class _Parser(Parser):
-    """nats-py's parser, except that the words of a message's line end where the server ends them.
+    """nats-py's parser, except that it splits a message's line into words as the server does.
 
-    Its own patterns end a subject at each byte that is white space to them (a vertical tab, say), which the server lets
-    pass, and then know the line no more.
+    Its own patterns end a subject at each byte that is white space to them, such as a vertical tab, which the server
+    allows; then they do not recognise the line.
     """
 
     async def parse(self, data: bytes = b"") -> None:
-        """Hand on what is complete and keep the rest; raises `ProtocolError`: the connection begins anew then."""
+        """Hand on what is complete and keep the rest; a `ProtocolError` makes the client reconnect."""
         buffer = self.buf
         buffer.extend(data)
-        while buffer and buffer is self.buf:  # it is another one after a reset
+        while buffer and buffer is self.buf:  # a reset replaces it
             if self.state == AWAITING_MSG_PAYLOAD:
                 if len(buffer) < self.needed + CRLF_SIZE:
                     return
@@ -244,12 +242,12 @@ def connection_of(js: JetStreamContext) -> Client:
 
 
 def most_payload(js: JetStreamContext) -> int:
-    """Return how many bytes a message's payload may have, whatever its headers are."""
+    """Return how many bytes a message's payload may have, with any headers."""
     return connection_of(js).max_payload - _HEADER_BYTES
 
 
 def api_subject(js: JetStreamContext, request: str) -> str:
-    """Return where a request to JetStream's API goes, such as `STREAM.LIST`."""
+    """Return the subject of a request to JetStream's API, such as `STREAM.LIST`."""
     return f"{js._prefix}.{request}"  # noqa: SLF001
 
 

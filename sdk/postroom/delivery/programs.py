@@ -1,8 +1,8 @@
-"""What programs report of themselves, in Postgres, and what that makes of each minute.
+"""The reports of programs in Postgres, and the counts of each minute that follow from them.
 
 The rules are docs/contract/operate.md#operate-60 and #operate-71.
 
-Brokers and workers write it by themselves, daemons through a broker. It is rare, small, and may be lost.
+Brokers and workers write their own reports, daemons through a broker. Reports are rare, small, and may be lost.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LATENCIES: Final = [f"handled_in_{place}" for place in range(len(LATENCIES) + 1
 
 
 async def keep_report(connection: Connection | Pool, kind: Kind, mesh: str, name: str, report: Report) -> None:
-    """Keep a program's report in the place of its last one."""
+    """Keep a program's report, which replaces its last one."""
     said = msgspec.json.encode(report).decode()
     process = kind, mesh, name, report.host, report.pid, report.address
     await connection.execute(_QUERIES["keep_report"], *process, report.at, said, _AWAY)
 
 
 class PostgresReports:
-    """The reports of a process that has Postgres: `keep` them, and `withdraw` what was said when it stops."""
+    """The reports of a process that has Postgres: `keep` each, and `withdraw` the last one when it stops."""
 
     def __init__(self, pool: Pool, kind: Kind, name: str) -> None:
         self._pool = pool
@@ -46,7 +46,7 @@ class PostgresReports:
         self._last: Report | None = None
 
     async def keep(self, report: Report) -> None:
-        """Write it, and what it counts more than the last; Postgres away is no trouble of the process that reports."""
+        """Write it, and how much its counts grew since the last one; an outage of Postgres is ignored."""
         before = {} if self._last is None else self._last.totals
         grown = {name: more for name, count in report.totals.items() if (more := count - before.get(name, 0))}
         with suppress(*POSTGRES_ERRORS):
@@ -56,7 +56,7 @@ class PostgresReports:
             self._last = report
 
     async def withdraw(self) -> None:
-        """Forget the process, which stops as it was asked to, and is not missed."""
+        """Delete the report of a process that stops as it was asked to, so that it is not shown as missing."""
         if self._last is not None:
             with suppress(*POSTGRES_ERRORS):
                 process = self._kind, self._name, self._last.host, self._last.pid
@@ -64,7 +64,7 @@ class PostgresReports:
 
 
 async def list_programs(connection: Connection, mesh: str | None) -> list[Program]:
-    """Return the programs of a mesh, or all of all."""
+    """Return the programs of a mesh, or those of all meshes."""
     found = []
     for row in await connection.fetch(_QUERIES["list_programs"], mesh, _AWAY, _LISTED):
         said = msgspec.json.decode(row["report"])
@@ -84,7 +84,7 @@ async def list_minutes(connection: Connection, last: int) -> list[Minute]:
 
 
 def _quantile(counts: Sequence[int], share: float) -> float | None:
-    """Estimate the seconds that a `share` of all does not exceed; more than the last bound counts as that."""
+    """Estimate the seconds that a `share` of all does not exceed; what is above the last bound counts as that bound."""
     left = share * sum(counts)
     for count, (least, most) in zip(counts, pairwise((0.0, *LATENCIES)), strict=False):
         if count and left <= count:
@@ -94,20 +94,20 @@ def _quantile(counts: Sequence[int], share: float) -> float | None:
 
 
 async def sweep_minutes(connection: Connection, rows: int) -> int:
-    """Forget up to `rows` counts of minutes that are over for a day; return how many those were."""
+    """Delete up to `rows` counts of minutes that ended more than a day ago; return how many those were."""
     return int(await connection.fetchval(_QUERIES["sweep_minutes"], rows, _MINUTES_KEPT))
 
 
 def latency_totals(*took: Histogram) -> dict[str, int]:
-    """Return how long things took until they were handled, by `LATENCIES`, as a report has it."""
+    """Return how long messages took until they were handled, by `LATENCIES`, in the form of a report."""
     return dict(zip(_LATENCIES, map(sum, zip(*(one.counts for one in took), strict=True)), strict=True))
 
 
 async def forget_daemons(connection: Connection, mesh: str, member: str | None = None) -> None:
-    """Forget the daemons of a mesh, or of a member of it, that is no more."""
+    """Delete the reports of the daemons of a mesh, or of a member of it, that was deleted."""
     await connection.execute(_QUERIES["forget_daemons"], mesh, member)
 
 
 async def sweep_programs(connection: Connection, rows: int) -> int:
-    """Forget up to `rows` programs that have been silent for a week; return how many those were."""
+    """Delete up to `rows` reports of programs that have been silent for a week; return how many those were."""
     return int(await connection.fetchval(_QUERIES["sweep_programs"], rows, _KEPT))

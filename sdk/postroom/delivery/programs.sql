@@ -1,9 +1,9 @@
--- What programs report of themselves (docs/contract/operate.md#operate-60), and what that makes of each minute (#operate-71).
+-- The reports of programs (docs/contract/operate.md#operate-60), and the counts of each minute that follow (#operate-71).
 
 -- name: keep_report
 -- The report $8, made at $7, of the program $1 (kind), $2 (mesh), $3 (name), $4 (host), $5 (pid) at the address $6. It takes
--- the place of a process before it, at the same address or silent for $9; of one name, the latest 100 are kept. It may be
--- lost, since another follows: no disk is waited for.
+-- the place of an earlier process, at the same address or silent for $9; of one name, the latest 100 are kept. It may be
+-- lost, since another follows: it does not wait for the disk.
 WITH alike AS MATERIALIZED (
   SELECT host, pid, address, reported_at, row_number() OVER (ORDER BY reported_at DESC) AS place
   FROM postroom.programs WHERE kind = $1 AND mesh = $2 AND name = $3 AND (host, pid) <> ($4, $5)
@@ -44,7 +44,7 @@ WITH forgotten AS (
 SELECT count(*) FROM forgotten;
 
 -- name: count_minute
--- Adds the counts $2 of what the names $1 say to the minute that runs; no disk is waited for.
+-- Adds the counts $2 of the names $1 to the current minute, without waiting for the disk.
 WITH lazily AS MATERIALIZED (
   SELECT set_config('synchronous_commit', 'off', true)
 )

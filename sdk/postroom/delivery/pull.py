@@ -1,12 +1,12 @@
-"""The pull side of a durable consumer: asks for messages while there is room, and notices whatever takes them away.
+"""The pull side of a durable consumer: asks for messages while there is room, and notices when they stop coming.
 
 nats-py's own `fetch` waits for one request at a time; here several are under way, so that the server never idles. The
-server may vanish, pause, lose its store, or have the stream or the consumer deleted: after every silence or bad status
-the consumer is looked at again, made anew where it is gone, and asked anew.
+server may stop, pause, lose its store, or have the stream or the consumer deleted: after every silence or bad status
+the consumer is looked up again, created where it is missing, and asked again.
 
-A consumer that was made anew counts its messages from one again, so that an ack for a message of the old one could
-settle a message of the new one that nobody has handled. Therefore each message remembers when its consumer was made
-(`epoch`), and nothing is sent for a message of another epoch, nor while it is not known which consumer is there.
+A consumer that was created again counts its messages from one, so an ack for a message of the old one could settle a
+message of the new one that no handler has seen. Therefore each message remembers when its consumer was created
+(`epoch`), and nothing is sent for a message of another epoch, nor while it is unknown which consumer exists.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
 _log = structlog.get_logger(__name__)
 
 EXPIRES_SECONDS: Final = 30.0  # how long the server keeps a request that it cannot fill
-HEARTBEAT_SECONDS: Final = 2.0  # how often it says so meanwhile
-SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which nobody is there any more
-TICK_SECONDS: Final = 0.5  # how often a lost connection is looked for
+HEARTBEAT_SECONDS: Final = 2.0  # how often it sends a heartbeat meanwhile
+SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which the server counts as unreachable
+TICK_SECONDS: Final = 0.5  # how often the connection is checked
 STOP_SECONDS: Final = 2.0  # longest wait for what the server has sent before it heard of a stop
 RETRY_SECONDS: Final = 1.0  # pause after a look at the consumer that failed
-WATCH_SECONDS: Final = 30.0  # between two looks at whether what waits in the stream gets less
+WATCH_SECONDS: Final = 30.0  # between two checks whether waiting messages are delivered
 _NANOSECONDS: Final = 1_000_000_000
-_BUFFER_MESSAGES: Final = 1_000_000  # held by the client; what was asked for is what limits it
+_BUFFER_MESSAGES: Final = 1_000_000  # held by the client; the real limit is what was asked for
 
 _FROM_A_STREAM: Final = "$JS.ACK."  # how the subject begins on which a stream's message is acknowledged
 _HEARTBEAT: Final = "100"
@@ -61,10 +61,10 @@ class Pull:
         receive: Callable[[Msg, datetime], None],
         made: Callable[[], Awaitable[None]],
     ) -> None:
-        """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once.
+        """`room` returns how many more messages can be taken; `receive` is called with each, and its epoch, at once.
 
-        While it is `paused`, messages that wait are nothing to worry about. What was just `made` raises `NotFound`, and
-        nothing is asked of it, where it should not be there.
+        While it is `paused`, waiting messages are no trouble. `made` is called when the consumer was just created, and
+        raises `NotFound` where it should not exist: then no messages are asked for.
         """
         self._js = js
         self._connection = connection_of(js)
@@ -78,7 +78,7 @@ class Pull:
         self._subscription: Subscription | None = None
         self._epoch: datetime | None = None
         self._asked = 0  # messages that the server still owes us
-        self._heard = 0.0  # when it last said anything
+        self._heard = 0.0  # when it last sent anything
         self._connects = -1  # reconnects of the connection when the consumer was last seen
         self._doubt = True
         self._delivered = -1  # messages, when that was last watched
@@ -106,10 +106,10 @@ class Pull:
                     self._wake.clear()
             elif not await self._look() and await within(RETRY_SECONDS, self._wake):
                 self._wake.clear()
-        await self.stop()  # whoever runs it closes the connection then
+        await self.stop()  # the caller closes the connection afterwards
 
     async def stop(self) -> None:
-        """Ask for nothing more, and take nothing more; another call returns when the first has ended."""
+        """Ask for no more messages, and take none; another call returns when the first has ended."""
         self._stopped, self._asked = True, 0
         self._wake.set()
         self._known.set()
@@ -124,12 +124,12 @@ class Pull:
                 _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
 
     def more(self) -> None:
-        """Say that there is room again."""
+        """Wake the loop, since there is room again."""
         self._wake.set()
 
     @property
     def sure(self) -> bool:
-        """Whether the connection stands and the consumer is the one that was last seen."""
+        """Whether the connection is up and the consumer is the one that was last seen."""
         silent = self._asked > 0 and _now() - self._heard > SILENCE_SECONDS
         known = self._connection.is_connected and self._connection.stats["reconnects"] == self._connects
         if self._doubt or silent or not known:
@@ -138,10 +138,10 @@ class Pull:
         return not self._doubt
 
     async def answer(self, reply: str, text: bytes, epoch: datetime) -> bool:
-        """Send an ack of any kind for a message of `epoch`; False where its consumer is gone, and with it the message.
+        """Send an ack of any kind for a message of `epoch`; False where its consumer was deleted, or created again.
 
-        Waits while the consumer is out of sight. The server does not confirm: a lost ack is a redelivery, which
-        whatever handles messages here makes harmless.
+        Waits while it is unknown whether the consumer exists. The server does not confirm: a lost ack is a redelivery,
+        which every handler makes harmless.
         """
         while not self.sure:
             if self._connection.is_closed or (self._stopped and not await self._look()):
@@ -157,7 +157,7 @@ class Pull:
         return True
 
     async def _look(self) -> bool:
-        """Find the consumer, or make it; False where that failed, which is logged."""
+        """Find the consumer, or create it; False where that failed, which is logged."""
         if not self._connection.is_connected:
             return False  # a request would only wait until it times out
         connects = self._connection.stats["reconnects"]
@@ -166,25 +166,25 @@ class Pull:
         except PostroomError as error:
             if isinstance(error, Conflict) and not error.retryable:
                 raise  # looking again changes nothing
-            _log.warning("consumer_out_of_sight", consumer=self._settings.durable, detail=str(error), code=error.code)
+            _log.warning("consumer_unavailable", consumer=self._settings.durable, detail=str(error), code=error.code)
             self.trouble = str(error)
             return False
         if self._epoch not in (None, epoch):
-            _log.warning("consumer_was_made_anew", consumer=self._settings.durable, stream=self._settings.stream)
+            _log.warning("consumer_recreated", consumer=self._settings.durable, stream=self._settings.stream)
         self._epoch, self._connects, self._asked, self._heard = epoch, connects, 0, _now()
         self._doubt, self.trouble, self._delivered, self._watched = False, None, -1, _now()
         self._known.set()
         return True
 
     async def _watch(self) -> None:
-        """Notice where messages wait and none is delivered, whatever the reason, and begin asking anew."""
+        """Notice that messages wait and none is delivered, whatever the reason, and ask for them again."""
         if _now() - self._watched < WATCH_SECONDS:
             return
         self._watched = _now()
         try:
             info = await self._js.consumer_info(self._settings.stream, self._settings.durable)
         except (*NATS_ERRORS, NotFoundError):
-            return  # the silence of the consumer is noticed elsewhere
+            return  # `sure` notices the silence of the consumer
         before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
         if not info.num_pending or self._delivered != before or self._paused() or info.paused:
             self.trouble = None
@@ -194,11 +194,11 @@ class Pull:
             f"{waiting} in {self._settings.stream} for {self._settings.durable}, and none was "
             f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are claimed or wait for their next attempt"
         )
-        _log.warning("consumer_stands_still", consumer=self._settings.durable, detail=self.trouble)
+        _log.warning("consumer_stalled", consumer=self._settings.durable, detail=self.trouble)
         self._asked = 0
 
     async def _find(self) -> datetime:
-        """Return when the consumer was made, which may be now; raises `PostroomError`."""
+        """Return when the consumer was created, which may be now; raises `PostroomError`."""
         try:
             if self._epoch is not None:
                 with suppress(NotFoundError):
@@ -212,7 +212,7 @@ class Pull:
             raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
 
     async def declare(self) -> None:
-        """Make the consumer, or bring it to its settings; raises `PostroomError`, as `ensure_consumer` does."""
+        """Create the consumer, or change it to its settings; raises `PostroomError`, as `ensure_consumer` does."""
         try:
             await ensure_consumer(self._js, self._settings)
         except NotFound:
@@ -222,7 +222,7 @@ class Pull:
             await ensure_consumer(self._js, self._settings)
 
     async def _ask(self, inbox: str) -> None:
-        """Ask for what there is room for: much at once, or anything where nothing is owed."""
+        """Ask for as many messages as there is room for, but for few only where the server owes none."""
         room = self._room() - self._asked
         if room <= 0 or (self._asked and room < self._settings.max_ack_pending // 4):
             return
@@ -253,7 +253,7 @@ class Pull:
                 self._wake.set()
                 return
             _log.info("pull_ended", consumer=self._settings.durable, status=status, reason=headers.get("Description"))
-            self._doubt = True  # the loop looks at its next tick, so that a refusal is not repeated at full speed
+            self._doubt = True  # the loop looks at its next tick, so that a refused request is not repeated at once
 
 
 def _now() -> float:

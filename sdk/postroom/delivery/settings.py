@@ -1,7 +1,4 @@
-"""What a config may say about NATS, streams, publishing, consumers and what handles messages.
-
-Each program puts these structs into its own config.
-"""
+"""The settings of NATS, streams, publishing, consumers and handlers, which programs include in their configs."""
 
 from datetime import datetime, timedelta
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -67,7 +64,7 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
 
 def _check_age(seconds: float | None) -> None:
-    """Refuse an age that NATS takes for no stream."""
+    """Refuse an age that NATS accepts for no stream."""
     if seconds and seconds < _LEAST_AGE:
         raise ValueError(f"max_age_seconds must be 0 or at least {_LEAST_AGE}")
 
@@ -103,7 +100,7 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
 
 class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
+    """Limits of the streams of one kind; what is unset has its default, and is left alone where a stream exists."""
 
     max_age_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None,
@@ -119,7 +116,7 @@ class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
 
 class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """What the streams get that a worker makes for each mesh, those of later meshes too; unset: as with the kinds."""
+    """Limits of the streams that a worker creates for each mesh, later ones too; unset limits as in `KindDefaults`."""
 
     replicas: Annotated[
         Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="number of servers of a cluster that keep a copy")
@@ -145,7 +142,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     idle_seconds: Annotated[
         float,
         Meta(
-            gt=0, le=60, description="longest pause between two checks of a backlog that nobody calls for, in seconds"
+            gt=0, le=60, description="longest pause between two checks of a backlog without a notification, in seconds"
         ),
     ] = 1
     ack_seconds: Annotated[
@@ -160,7 +157,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """How the record is kept, and what it makes up for (docs/contract/delivery.md#delivery-21)."""
+    """How the record is kept, and how far back losses are made up for (docs/contract/delivery.md#delivery-21)."""
 
     check_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")
@@ -170,7 +167,7 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
     @property
     def horizon(self) -> timedelta:
-        """How old what was lost may be."""
+        """How old a lost message may be to be published again."""
         return timedelta(days=self.horizon_days)
 
 
@@ -190,7 +187,7 @@ class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
 
 class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """One durable pull consumer. Every process that names the same one shares its work."""
+    """One durable pull consumer. All processes that name the same one share its work."""
 
     stream: Annotated[Name, Meta(description="the stream to read")]
     durable: Annotated[Name, Meta(description="the name of the consumer, as in sea__from_vibespro")]
@@ -281,7 +278,7 @@ def check_inbox(inbox: InboxSettings) -> None:
 
 
 class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which addresses that are not public a webhook may have all the same; broker and worker want the same list."""
+    """Which addresses that are not public a webhook may still have; broker and worker need the same list."""
 
     allow_networks: Annotated[
         list[str],
@@ -290,7 +287,7 @@ class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True):
-    """How the worker delivers to webhooks; the limits are those of each webhook for itself."""
+    """How the worker delivers to webhooks; each limit applies to each webhook."""
 
     check_seconds: Annotated[
         float, Meta(gt=0, le=60, description="pause between two checks for new webhooks, in seconds")
@@ -318,14 +315,14 @@ def check_timeout(handler: HandlerSettings | WebhookSettings, consumer: Consumer
 
 
 def check_webhooks(settings: WebhookSettings) -> None:
-    """Raise `Fatal` (78) unless the networks are some, the time-out is below `ack_wait_seconds`, and rows are kept."""
+    """Raise `Fatal` (78) unless networks, time-out and inbox are valid."""
     networks_of(settings)
     check_inbox(settings.inbox)
     check_timeout(settings, settings)
 
 
 def networks_of(settings: AddressSettings) -> list[IPv4Network | IPv6Network]:
-    """Return the networks that are allowed; raises `Fatal` (78) for what is none."""
+    """Return the networks that are allowed; raises `Fatal` (78) for one that is not valid."""
     try:
         return [ip_network(text) for text in settings.allow_networks]
     except ValueError as error:

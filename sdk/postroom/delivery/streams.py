@@ -1,10 +1,10 @@
 """Streams and durable consumers, reconciled with what is declared (docs/contract/delivery.md#delivery-4).
 
 What is missing is created; what differs is changed, unless that would lose messages or cannot be done in place: then
-`Conflict` (`stream_differs`) says the difference, and nothing is touched.
+`Conflict` (`stream_differs`) states the difference, and nothing is changed.
 
-The server's own `max_deliver` stays unlimited, and handlers count attempts: a message past that limit would be moved
-nowhere, and one whose worker was killed on its last delivery would stop silently. The server's `max_ack_pending` is
+The server's own `max_deliver` stays unlimited, and handlers count attempts: a server leaves a message past that limit
+where it is, so one whose worker was killed on its last delivery would stop silently. The server's `max_ack_pending` is
 what one process has in hand plus what may wait for its next attempt, since a waiting message counts there too.
 """
 
@@ -39,7 +39,7 @@ UNLIMITED: Final = -1
 AS_IT_IS: Final = StreamDefaults()
 _PAGE: Final = 256  # streams, or consumers, in one answer of the server
 _FILTER: Final = "filter_subjects"
-_OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # what a work queue says to a second consumer of its subjects
+_OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # a work queue refuses a second consumer of its subjects
 
 Action = Literal["created", "changed", "unchanged"]
 
@@ -55,7 +55,7 @@ class Reconciled(NamedTuple):
 def default_streams(
     context: str, defaults: StreamDefaults = AS_IT_IS, *, max_bytes: int | None = 10 * GIGABYTE
 ) -> list[StreamSettings]:
-    """Declare the four streams of a context, with what an operator has set; `max_bytes` limits its events otherwise."""
+    """Declare the four streams of a context, with what an operator has set; `max_bytes` is the default for events."""
     own: list[tuple[KindDefaults, str, str, dict[str, Any]]] = [
         (defaults.events, "events", f"{context}.event.>", {"max_age_seconds": 7 * DAY, "max_bytes": max_bytes}),
         (defaults.commands, "commands", f"cmd.{context}.>", {"retention": "workqueue"}),
@@ -73,7 +73,7 @@ def default_streams(
 
 
 def dead_letter_stream(context: str, defaults: StreamDefaults = AS_IT_IS) -> StreamSettings:
-    """Declare the stream of a context's dead letters: they are few, so a second publish is swallowed for a day."""
+    """Declare the stream of a context's dead letters; they are few, so its duplicate window is a day."""
     usual = {"max_age_seconds": 30 * DAY, "duplicate_window_seconds": DAY}
     return StreamSettings(
         name=stream_name(context, "dlq"),
@@ -83,7 +83,7 @@ def dead_letter_stream(context: str, defaults: StreamDefaults = AS_IT_IS) -> Str
 
 
 def default_changes(stream: StreamSettings, defaults: StreamDefaults) -> frozenset[str]:
-    """Name the limits of a context's own stream that the operator has set: an existing one is brought to those."""
+    """Name the limits of a context's own stream that the operator has set: an existing one is changed to those."""
     kinds = {"EVENTS": defaults.events, "COMMANDS": defaults.commands, "INBOX": defaults.inbox}
     limits = kinds.get(stream.name.rpartition("_")[2], defaults.dead_letters)
     return frozenset(_given(defaults, limits)) - (
@@ -102,7 +102,7 @@ def _given(defaults: StreamDefaults, limits: KindDefaults) -> dict[str, Any]:
 
 
 class StreamList(NamedTuple):
-    """The streams of a server, and the names of those of which a cluster cannot tell at the moment."""
+    """The streams of a server, and the names of those whose state a cluster does not know at the moment."""
 
     infos: list[StreamInfo]
     missing: frozenset[str]
@@ -111,7 +111,8 @@ class StreamList(NamedTuple):
 async def all_streams(js: JetStreamContext) -> StreamList:
     """Return every stream of the server, page by page; raises what nats-py raises.
 
-    While a cluster elects a leader, or servers of it are away, its list is not complete: what is `missing` is there.
+    While a cluster elects a leader, or some of its servers are unreachable, its list is not complete: the streams in
+    `missing` exist too.
     """
     infos: list[StreamInfo] = []
     missing: set[str] = set()
@@ -129,9 +130,9 @@ async def all_streams(js: JetStreamContext) -> StreamList:
 async def ensure_stream(
     js: JetStreamContext, settings: StreamSettings, *, only: Collection[str] | None = None
 ) -> Reconciled:
-    """Create the stream, or bring it to `settings`; harmless where it is so already.
+    """Create the stream, or change it to `settings`; harmless where it is so already.
 
-    Of an existing one `only` these limits are compared and changed, where they are given. Raises `Conflict` with the
+    Where `only` is given, no other limits of an existing stream are compared and changed. Raises `Conflict` with the
     difference where messages would be lost.
     """
     wanted = _stream_config(settings)
@@ -151,11 +152,11 @@ async def ensure_stream(
 
 
 async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> Reconciled:
-    """Create the durable consumer, or bring it to `settings`, and log what was done; every kind of consumer starts so.
+    """Create the durable consumer, or change it to `settings`, and log what was done; every kind of consumer does so.
 
-    Where a wider filter begins, what was published before stays with whoever had it: a durable never goes back. Raises
-    `Conflict` with the difference where it would lose messages, and, as retryable, where the filter is another one and
-    somebody consumes under the name right now; `NotFound` without the stream.
+    A filter that becomes wider adds only what is published from then on, since a durable never goes back. Raises
+    `Conflict` with the difference where messages would be lost, and, as retryable, where the filter is another one and
+    a program consumes under the name right now; `NotFound` without the stream.
     """
     name = f"{settings.stream}/{settings.durable}"
     try:
@@ -203,9 +204,9 @@ async def all_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]
 
 
 async def consumer_created(js: JetStreamContext, settings: ConsumerSettings) -> datetime:
-    """Tell when the consumer was made: another time means another consumer, whose sequences mean something else."""
+    """Return when the consumer was created: another time means another consumer, with sequences of its own."""
     info: ConsumerInfo = await js.consumer_info(settings.stream, settings.durable)
-    assert info.created is not None  # noqa: S101 - every server tells it
+    assert info.created is not None  # noqa: S101 - every server reports it
     return info.created
 
 
@@ -252,7 +253,7 @@ def _limits(config: StreamConfig) -> dict[str, object]:
 
 
 def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | None) -> StreamConfig:
-    """Keep what others have set on the stream and the config does not speak of."""
+    """Keep settings of the stream that the config does not mention."""
     declared = {
         "subjects": ("subjects", wanted.subjects),
         "max_age_seconds": ("max_age", wanted.max_age),
@@ -264,7 +265,7 @@ def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | N
 
 
 def _capped(config: StreamConfig) -> StreamConfig:
-    """Let the duplicate window be no longer than messages are kept: a server refuses such a stream."""
+    """Limit the duplicate window to the maximum age: a server refuses a stream with a longer one."""
     return config.evolve(duplicate_window=min(config.duplicate_window or 0, config.max_age or float("inf")))
 
 
@@ -302,12 +303,12 @@ def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iter
 
 
 def filters_of(config: ConsumerConfig) -> list[str]:
-    """Return what the consumer wants; `>`, which is everything, where it filters nothing."""
+    """Return the filters of a consumer; `>`, which matches everything, where it has none."""
     return sorted(config.filter_subjects or [config.filter_subject or ">"])
 
 
 def _changed(found: ConsumerConfig, wanted: ConsumerConfig) -> ConsumerConfig:
-    """Keep what others have set on the consumer, and where it began: that cannot be changed."""
+    """Keep settings that the config does not mention, and where the consumer began, which cannot be changed."""
     return found.evolve(
         ack_wait=wanted.ack_wait,
         max_deliver=wanted.max_deliver,
@@ -334,7 +335,7 @@ def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Tell whether `pattern` (`*` is one word, `>` the rest) takes all that `subject` takes, which may be a pattern."""
+    """Return whether `pattern` (`*` is one word, `>` the rest) matches all that `subject`, perhaps a pattern, does."""
     words, wanted = pattern.split("."), subject.split(".")
     for index, word in enumerate(words):
         if word == ">":
@@ -345,7 +346,7 @@ def covers(pattern: str, subject: str) -> bool:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Tell whether some subject is taken by both patterns."""
+    """Return whether some subject matches both patterns."""
     words, others = one.split("."), other.split(".")
     for word, against in zip(words, others, strict=False):
         if ">" in (word, against):

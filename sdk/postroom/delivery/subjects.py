@@ -3,9 +3,9 @@
     {context}.event.{name}.v{n}                     what happened
     cmd.{context}.{workspace}.{agent}.{verb…}       work that exactly one worker takes
     {context}.inbox.{member}                        a member's daemon
-    {context}.dlq.{name}.v{n}                       the dead
+    {context}.dlq.{name}.v{n}                       dead letters
 
-A context is the slug of a mesh. Whatever breaks a rule raises `InvalidMessage` (`invalid_subject`) that states it.
+A context is the slug of a mesh. What breaks a rule raises an `InvalidMessage` (`invalid_subject`) that states the rule.
 """
 
 import re
@@ -68,7 +68,7 @@ def event_subject(context: str, name: str, version: int = 1) -> str:
 def command_subject(context: str, queue: str) -> str:
     """Build the subject of a command from the queue's name.
 
-    One segment is an agent, two are `agent.verb`, three or four `workspace.agent.verb…`; the rest is the default.
+    One segment is an agent, two are `agent.verb`, three or four `workspace.agent.verb…`; the rest has its default.
     """
     words = [_dashed("queue", word) for word in queue.split(".")]
     match words:
@@ -85,7 +85,7 @@ def command_subject(context: str, queue: str) -> str:
 
 @lru_cache(maxsize=4096)
 def sent_subject(context: str, kind: DestinationKind, ref: str, version: int = 1) -> str | None:
-    """Return what a send is published on: a topic's as an event, a queue's as a command, a dm's not as either."""
+    """Return the subject of a send: an event's for a topic, a command's for a queue, None for a dm."""
     match kind:
         case "topic":
             return event_subject(context, ref, version)
@@ -104,7 +104,7 @@ def dead_letter_subject(context: str, subject: str) -> str:
     """Build the subject on which `context` keeps the dead letter of a message that came on `subject`.
 
     An event keeps its name and version; a command is named `{agent}_{verb}`, an inbox message `inbox`, and a message
-    on a subject that is none of ours by the last word of it that is a name; all these have version 1.
+    on another program's subject by the last word of it that is a name; all these have version 1.
     """
     version = 1
     match known_subject(subject):
@@ -122,7 +122,7 @@ def dead_letter_subject(context: str, subject: str) -> str:
 
 
 def parse_subject(subject: str) -> Subject:
-    """Take a subject of Postroom apart."""
+    """Parse a subject of Postroom; raises `InvalidMessage` for any other."""
     parsed = known_subject(subject)
     if parsed is None:
         raise invalid_subject(
@@ -139,7 +139,7 @@ def stream_name(context: str, kind: str) -> str:
 
 @lru_cache(maxsize=4096)
 def known_subject(subject: str) -> Subject | None:
-    """Take a subject apart; None for any that is not Postroom's, as of a stream of somebody else."""
+    """Parse a subject; None for one that is not Postroom's, such as that of another program's stream."""
     match subject.split("."):
         case ["cmd", context, workspace, agent, *verb] if verb and all(map(WORD.allows, (workspace, agent, *verb))):
             return CommandSubject(context, workspace, agent, ".".join(verb)) if SNAKE.allows(context) else None

@@ -14,7 +14,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.outgoing import into_jetstream
-from postroom.delivery.agents.replay import tell_stories
+from postroom.delivery.agents.replay import answer_stories
 from postroom.delivery.agents.runtime import AgentRuntime, check_events, database, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
@@ -121,7 +121,7 @@ async def open_agent(
             patience = Patience(config.start_seconds)
             consumers = await retrying(lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), patience)
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
-            await tell_stories(nats, config.tenant, config.consumer(agent).durable, database(directory))
+            await answer_stories(nats, config.tenant, config.consumer(agent).durable, database(directory))
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
         yield RunningAgent(agent=agent_name(agent), config=config, nats=nats, runtime=runtime, consumers=consumers)

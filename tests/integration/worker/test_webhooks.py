@@ -267,7 +267,7 @@ async def test_a_webhook_of_which_postgres_does_not_tell_is_asked_for_nothing_ye
     with pytest.raises(NotFound, match="was deleted"):
         await consumer.made()
     await pool.close()
-    with pytest.raises(Unavailable, match="nobody tells whether the webhook"):
+    with pytest.raises(Unavailable, match="Postgres cannot be asked whether the webhook"):
         await consumer.made()
     await consumer.stop()
 

@@ -2,7 +2,7 @@
 
 One name on one host: any number of processes share the store, the state and the work. They take turns at the store
 (turns.py), and each applies what the others stored before it handles anything, so every message is handled once and the
-log is one. This is for availability more than for speed: an agent handles one message after another.
+log is one. That is for availability more than for speed: an agent handles one message after another.
 
 One name on two hosts: each host has a store and a state of its own, and the durable consumer hands each message to one
 of them. What an agent emits is still one message by its id, since ids follow from the message that caused it. But a

@@ -151,15 +151,15 @@ class Deciding:
         """Refuse a message of another tenant or workspace; its payload is not kept."""
         return Decision([received_draft("refused", subject, envelope, None), self._emitter.security(envelope)], state)
 
-    def told(self, tried: Tried) -> None:
-        """Let the agent see which attempt comes next, and why the one before failed."""
+    def set_attempt(self, tried: Tried) -> None:
+        """Set which attempt comes next, and why the one before failed, for the agent to read."""
         self._agent.attempt = tried.attempts + 1
         self._agent.last_error = tried.last_error or None
 
     async def decide(self, subject: str, envelope: Envelope, state: Any, version: int) -> Decision:
-        """Handle a message whose entity has `version`; raises whatever the agent raises, and changes nothing then.
+        """Handle a message whose entity has `version`; raises what the agent raises, and then changes nothing.
 
-        What would end the process, as `sys.exit`, becomes a `HandlerEnded`.
+        What would end the process, such as `sys.exit`, becomes a `HandlerEnded`.
         """
         if envelope.expected_version is not None and envelope.expected_version != version:
             message = received_draft("conflict", subject, envelope, envelope.payload)

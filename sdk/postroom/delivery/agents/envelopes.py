@@ -1,8 +1,8 @@
 """Between the wire and the envelope: a delivered message becomes an `Envelope`, an emitted one becomes headers.
 
 The body of a message is its payload; everything else of the envelope travels in headers
-(docs/contract/delivery.md#delivery-59). What a message does not say is derived from what it does, never from a clock or
-from chance, so that the same message gives the same envelope at every delivery.
+(docs/contract/delivery.md#delivery-59). What a message does not say is derived from what it does say, never from a
+clock or a random number, so that the same message gives the same envelope at every delivery.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ EVENT_VERSION: Final = "X-Event-Version"
 OCCURRED_AT: Final = "X-Occurred-At"
 TRACEPARENT: Final = "traceparent"
 
-_CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # what a header of these says has a form
+_CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # the headers whose value must have a form
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
 _decode: Final = msgspec.json.Decoder().decode
 
@@ -47,7 +47,7 @@ def to_microseconds(moment: datetime) -> int:
 
 
 def after(clock: int) -> datetime:
-    """Return the moment after `clock` (µs since the epoch); at the end of time it stands still."""
+    """Return the moment after `clock` (µs since the epoch), at most the latest one."""
     return EPOCH + min(clock + 1, _LATEST) * _MICROSECOND
 
 
@@ -64,7 +64,7 @@ class Scope(NamedTuple):
 
 
 def scope_of(delivery: Delivery, own: Scope) -> Scope:
-    """Return the message's scope: by its subject and its headers, of which the foreign one counts."""
+    """Return the message's scope: by its subject and its headers; a foreign one takes precedence."""
     subject = known_subject(delivery.subject)
     tenant = _foreign(own.tenant, subject and subject.context, delivery.headers.get(TENANT))
     by_subject = subject.workspace if isinstance(subject, CommandSubject) else None
@@ -72,7 +72,7 @@ def scope_of(delivery: Delivery, own: Scope) -> Scope:
 
 
 def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
-    """Read a delivered message that has an id; `tick` gives the time of one that says none.
+    """Read a delivered message that has an id; `tick` returns the time of one without.
 
     Raises `InvalidMessage` where the body is not JSON or a header is not what it should be.
     """
@@ -122,7 +122,7 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
 
 
 def refused(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
-    """Read a message that is refused for its scope, whatever its headers hold."""
+    """Read a message that is refused for its scope, even if its headers are invalid."""
     try:
         return unread(delivery, scope, tick)
     except InvalidMessage:

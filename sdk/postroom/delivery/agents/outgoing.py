@@ -3,11 +3,11 @@
 What the agent emitted, what the runtime reported and the agent's dead letters are rows of one kind in its event store.
 They go out as soon as they are committed (`publish`); what no process has in hand any more waits for the next claim.
 
-A work queue is taken by its word: what it no longer has was handled, and stays so when the queue is lost as a whole. So
-what was purged from one is not published again by a comparison; `postroom agent republish` does that by hand.
+What a work queue no longer has counts as handled, and stays so when the queue is lost as a whole. So a comparison does
+not publish what was purged from one; `postroom agent republish` does that by hand.
 
-Where a message went is known for `keep_days`, which is not below the horizon, so that all that could be published again
-by a comparison can be; republishing by hand reaches as far back. Its event stays in the store for ever.
+Where a message went is kept for `keep_days`, which is at least the horizon, so that a comparison can publish again all
+that is within it; republishing by hand reaches as far back. Its event stays in the store for ever.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def stored(row: Stored) -> Outgoing:
 
 
 class StoreClaim:
-    """Messages of the store that are on their way; nobody else is kept from them, for their ids are the same."""
+    """Messages of the store that are being published; other processes may publish them too, under the same ids."""
 
     more = False
 
@@ -104,7 +104,7 @@ class StoreClaim:
     async def settle(
         self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing], failed: Sequence[Failed]
     ) -> bool:
-        """Mark what JetStream has; whatever it has not is tried again by whoever waits for it."""
+        """Mark what JetStream has; the caller tries what it has not again."""
         del failed
         return bool(placed) and await self._source.mark(placed, gone)
 
@@ -127,14 +127,14 @@ class StoreSource:
 
     @asynccontextmanager
     async def claim(self, limits: PublisherSettings) -> AsyncIterator[StoreClaim]:
-        """Take a page of what was lost in hand, and of letters that never were published; an empty one is the end."""
+        """Claim a page of what was lost, and of letters that never were published; an empty page is the end."""
         async with self._turns.turn():
             page = await self._store.lost(self._after, limits.batch)
         self._after = page[-1].position if page else _BEFORE_ALL
         yield StoreClaim(self, [stored(row) for row in page])
 
     async def mark(self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing]) -> bool:
-        """Note where messages are; what is gone from anything but a work queue is unpublished again.
+        """Note where messages are; what is `gone` from a stream that is not a work queue is unpublished again.
 
         Return whether any of them shared a number with another.
         """
@@ -156,11 +156,11 @@ class StoreSource:
         return EPOCH + self._clock() * _MILLISECOND
 
     async def all_marked(self) -> bool:
-        """Return False: what other processes have on its way is not known."""
+        """Return False: what other processes are publishing is not known."""
         return False
 
     async def requeue_lost(self, search: Search) -> int:
-        """Make unpublished what a stream has lost; what is gone by age loses its place, to be looked at once."""
+        """Make unpublished what a stream has lost; what went by age loses its place, so that it is looked at once."""
         async with self._turns.turn():
             lost = await durably(partial(self._store.requeue_lost, search))
         self._counters.lost += lost
@@ -169,11 +169,11 @@ class StoreSource:
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
     ) -> Placed | None:
-        """Return what has the highest place of a stream in a range."""
+        """Return the message with the highest number of a stream in a range."""
         return await self._store.newest_at(stream, to_microseconds(created_at), first, last, missing)
 
     async def note_handled(self, link: Link) -> None:
-        """Forget where what is no longer in a work queue was: it was handled, and is not lost with the queue."""
+        """Forget the places of messages that left a work queue: they were handled, and are not lost with the queue."""
         queues = [stream for stream in link.streams.pictures if stream.work_queue]
         self._work_queues = frozenset(stream.name for stream in queues)
         now = await self.now()
@@ -189,7 +189,7 @@ class StoreSource:
                         await durably(partial(self._store.forget_places, *place, sorted(holes.numbers)))
 
     async def prune(self) -> None:
-        """Forget what was published so long ago that nothing asks about it; a page a turn, others have turns too."""
+        """Forget what was published before `keep_days`; one page a turn, so that other turns come in between."""
         before = self._clock() - self._keep // _MILLISECOND
         pruned = _PAGE
         while pruned == _PAGE:
@@ -212,7 +212,7 @@ class AgentPublisher:
         settings: AgentSettings,
         most_bytes: int,
     ) -> None:
-        """`most_bytes` is the largest payload that JetStream takes."""
+        """`most_bytes` is the largest payload that JetStream accepts."""
         kept = RecordSettings(horizon_days=settings.horizon_days, keep_days=settings.keep_days)
         self._source = StoreSource(store, turns, kept, counters, clock)
         self.most_bytes = most_bytes
@@ -223,7 +223,7 @@ class AgentPublisher:
             nats,
             name=f"postroom-agent {owner.agent} publisher",
             opened=self._compare,
-            rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+            rng=random.Random(),  # noqa: S311 - it spreads retries, no secret depends on it
         )
         self._store = store
         self._turns = turns
@@ -232,7 +232,7 @@ class AgentPublisher:
         self._context = owner.tenant
 
     async def run(self) -> None:
-        """Compare the streams with the store and publish what they lost, again and again, until cancelled."""
+        """Compare the streams with the store every `check_seconds`, and publish what they lost, until cancelled."""
         while True:
             try:
                 link = await self.publisher.connected()
@@ -251,7 +251,7 @@ class AgentPublisher:
         await self.publisher.stop()
 
     async def rounds(self, messages: Sequence[Outgoing]) -> AsyncIterator[set[int]]:
-        """Publish until JetStream has everything; after each round yield the causes of what it has not."""
+        """Publish until JetStream has everything; after each round yield the causes of what it does not have."""
         while True:
             messages = await self._publish(messages)
             yield {message.key.cause for message in messages}
@@ -261,7 +261,7 @@ class AgentPublisher:
             await asyncio.sleep(self._retries.seconds(1))
 
     async def keep(self, letter: DeadLetter) -> None:
-        """Commit a dead letter and publish it; where JetStream does not take it now, a later claim has it."""
+        """Commit a dead letter and publish it; where JetStream does not accept it now, a later claim publishes it."""
         subject = dead_letter_subject(self._context, letter.original_subject)
         record = msgspec.json.encode(letter)
         async with self._turns.turn():
@@ -270,7 +270,7 @@ class AgentPublisher:
             await self._publish([stored(kept)])
 
     async def _publish(self, messages: Sequence[Outgoing]) -> Sequence[Outgoing]:
-        """Publish all at once, and mark what JetStream acknowledged in time; return what it did not."""
+        """Publish all at once, mark what JetStream acknowledged in time, and return the others."""
         if not messages:
             return messages
         try:

@@ -19,7 +19,7 @@ SELECT position, CAST(record AS BLOB), state_hash FROM event WHERE position > ? 
 
 -- name: find
 -- Which of these messages, [idempotency_key, workspace, tenant] each, the store holds: the index in the list, the
--- position, what became of it.
+-- position, the role.
 SELECT wanted.key, event.position, event.role
 FROM json_each(?) AS wanted
 JOIN event ON event.idempotency_key = wanted.value ->> 0 AND event.workspace = wanted.value ->> 1
@@ -43,7 +43,7 @@ SELECT letter_id, record, published_at FROM letter JOIN outgoing USING (position
 WHERE CAST(record AS TEXT) ->> '$.message_id' = :id ORDER BY position DESC;
 
 -- name: attempt_of
--- How often a message was attempted in vain, why the last attempt failed, and when.
+-- How many attempts at a message failed, why the last one did, and when.
 SELECT attempts, last_error, failed_at FROM attempt WHERE message_id = ?;
 
 -- name: versions
@@ -78,7 +78,7 @@ ORDER BY outgoing.position LIMIT ?;
 INSERT INTO event (position, record, state_hash) VALUES (?, ?, ?);
 
 -- name: advance
--- The state stands at a new position.
+-- The state is at a new position.
 UPDATE state SET position = ?, state_hash = ?, logical_clock = ?;
 
 -- name: count_change
@@ -91,8 +91,9 @@ UPDATE outgoing SET published_at = :now, stream = :stream, stream_created_at = :
 WHERE position = :position AND epoch = :epoch AND published_at IS NULL;
 
 -- name: requeue_displaced
--- The stream of this message, which was just marked, had given its number to another before, and lost one of the two:
--- which, nobody knows, for whoever published this one may have been stopped before it came to mark it. So both are lost.
+-- The stream of this message, which was just marked, had given its number to another before, and lost one of the two.
+-- Which one is unknown, since the process that published this one may have been stopped before it marked it. So both count
+-- as lost.
 UPDATE outgoing
 SET published_at = NULL, epoch = epoch + 1, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence = :sequence AND EXISTS (
@@ -103,13 +104,13 @@ WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence =
 
 -- name: find_of_another_stream
 -- What is noted in this stream as it was created at another time, and was published before then: in the same millisecond
--- it may have been published after the look.
+-- it may have been published after the stream was read.
 SELECT position, published_at FROM outgoing
 WHERE stream = :stream AND (stream_created_at < :created_at OR stream_created_at > :created_at)
   AND published_at < :until;
 
 -- name: find_behind_the_end
--- What is noted behind the last number of this stream. The rest as above.
+-- What is noted after the last number of this stream. The rest as above.
 SELECT position, published_at FROM outgoing
 WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at < :until;
 
@@ -132,7 +133,7 @@ ORDER BY outgoing.stream_sequence DESC LIMIT 1;
 SELECT position FROM outgoing WHERE published_at >= ? AND position > 0;
 
 -- name: log_operation
--- Keep that somebody did something to something, and why.
+-- One more line of the operator log.
 INSERT INTO operator_log (at, actor, verb, subject, reason) VALUES (?, ?, ?, ?, ?);
 
 -- name: requeue
@@ -142,7 +143,7 @@ SET published_at = NULL, epoch = epoch + 1, stream = NULL, stream_created_at = N
 WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NOT NULL;
 
 -- name: forget_place
--- These messages are gone, and that is as it should be.
+-- These messages left their stream, as they should.
 UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 WHERE position IN (SELECT value FROM json_each(?));
 
@@ -151,13 +152,13 @@ WHERE position IN (SELECT value FROM json_each(?));
 SELECT EXISTS (SELECT 1 FROM outgoing WHERE stream = ? AND stream_created_at = ?);
 
 -- name: forget_places
--- What has these numbers of this stream is gone, and that is as it should be.
+-- The messages with these numbers left this stream, as they should.
 UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 WHERE stream = ? AND stream_created_at = ? AND stream_sequence IN (SELECT value FROM json_each(?));
 
 -- name: prune
--- Forget, of the oldest published messages (so many), those that were published before a moment. Only what was published
--- a second time since stands in its way.
+-- Forget, of the oldest published messages (so many), those that were published before a moment. One that was published
+-- again since stays, and takes up a place among these.
 DELETE FROM outgoing WHERE position IN (
   SELECT position FROM outgoing WHERE position > 0 AND published_at IS NOT NULL ORDER BY position LIMIT :most
 ) AND published_at < :before;
@@ -183,7 +184,7 @@ SELECT attempt.message_id, attempt.attempts, attempt.last_error
 FROM json_each(?) AS wanted JOIN attempt ON attempt.message_id = wanted.value;
 
 -- name: count_attempt
--- An attempt failed; the same one, noted again, changes nothing.
+-- An attempt failed; noting the same one again changes nothing.
 INSERT INTO attempt (message_id, attempts, last_error, failed_at) VALUES (?, ?, ?, ?)
 ON CONFLICT (message_id) DO UPDATE
 SET attempts = excluded.attempts, last_error = excluded.last_error, failed_at = excluded.failed_at
@@ -194,5 +195,5 @@ WHERE excluded.attempts > attempt.attempts;
 DELETE FROM attempt WHERE message_id IN (SELECT value FROM json_each(?));
 
 -- name: forget_old_attempts
--- Nothing failed since then: the message is long gone from its stream.
+-- Nothing failed since then: the message left its stream long ago.
 DELETE FROM attempt WHERE failed_at < ?;

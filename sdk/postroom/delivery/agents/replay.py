@@ -1,13 +1,13 @@
 """An agent's store read from its beginning: its state rebuilt, its hashes verified, what it published published again.
 
 `postroom agent replay`, `verify` and `trace` only read, also while the agent runs: nothing is published and nothing is
-handled. `republish` marks, and whoever runs the agent publishes: at its next comparison with the streams, or when it
-starts.
+handled. `republish` marks messages, and the agent's process publishes them: at its next comparison with the streams, or
+when it starts.
 
-A running agent tells the same of a message to whoever puts its story together (docs/contract/operate.md#operate-51).
-Its event store is on its host, and what it takes and emits may be in no database. So it is asked over NATS, under the
-name of its durable consumer: `postroom.story.<mesh>.<durable>`, with an id as the body. The answer is a `Story`, or
-nothing for an id that it does not know.
+A running agent answers a broker that puts the story of a message together (docs/contract/operate.md#operate-51). Its
+event store is on its host, and what it takes and emits may be in no database. So it is asked over NATS, under the name
+of its durable consumer: `postroom.story.<mesh>.<durable>`, with an id as the body. The answer is a `Story`, or empty
+for an id that it does not know.
 """
 
 import sqlite3
@@ -50,13 +50,13 @@ from postroom.delivery.errors import NATS_ERRORS
 
 T = TypeVar("T")
 _PER_MILLISECOND: Final = 1000  # µs
-_MOST: Final = 1000  # events that one story looks at
-_STORY_SECONDS: Final = 0.5  # that an agent may take to look into its store
+_MOST: Final = 1000  # events that one story reads
+_STORY_SECONDS: Final = 0.5  # longest wait for an agent's answer
 _decode_story: Final = msgspec.json.Decoder(Story).decode
 
 
 class Memory(NamedTuple):
-    """An agent's state, and where in the store it stands."""
+    """An agent's state, and its position in the store."""
 
     position: int
     state_hash: bytes
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
 
 
 class Differs(Exception):
-    """The store does not say what it said when it was written: `position` is the first event that differs."""
+    """The store is not as it was written: `position` is the first event that differs."""
 
     def __init__(self, position: int, why: str) -> None:
         super().__init__(f"position {position}: {why}")
@@ -95,7 +95,7 @@ def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memor
 
 
 def check(event: Event, position: int, previous: bytes) -> Record:
-    """Return the record of the event that should stand at `position`, after the state hash `previous`."""
+    """Return the record of the event that should be at `position`, after the state hash `previous`."""
     if event.position != position:
         raise Differs(position, f"there is no such event; the next is {event.position}")
     if next_hash(previous, event.record) != event.state_hash:
@@ -107,7 +107,7 @@ def check(event: Event, position: int, previous: bytes) -> Record:
 
 
 class Verified(NamedTuple):
-    """What a store says of itself: `first_difference` is the first position that is not what was written."""
+    """The result of verifying a store: `first_difference` is the first position that is not as it was written."""
 
     owner: Owner
     head: Head
@@ -116,7 +116,7 @@ class Verified(NamedTuple):
 
 
 async def owner_of(database: Path) -> Owner:
-    """Return whose store it is; raises `Fatal` where there is none, or nobody's."""
+    """Return whose store it is; raises `Fatal` where there is none, or one without an owner."""
     return await _read(database, lambda owner, _: owner)
 
 
@@ -126,12 +126,12 @@ async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, 
 
 
 async def verify(database: Path) -> Verified:
-    """Compute the chain of hashes anew and compare it with the one that was stored."""
+    """Recompute the chain of hashes and compare it with the one that was stored."""
     return await _read(database, _verify)
 
 
 async def trace(database: Path, id_: str) -> Story:
-    """Tell what the agent did with a message, and what it emitted, by the id of either; raises `Fatal` (3) for none."""
+    """Return the story of a message that the agent handled or emitted; raises `Fatal` (3) for an unknown id."""
     story = await _read(database, partial(_trace, id_))
     if not story.steps:
         raise Fatal(Exit.NOT_FOUND, f"the agent's store {database} has nothing under the id {id_!r}")
@@ -201,21 +201,21 @@ def _moment(ms: int | None) -> datetime | None:
     return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
-async def tell_stories(nats: Client, context: str, durable: str, database: Path) -> None:
+async def answer_stories(nats: Client, context: str, durable: str, database: Path) -> None:
     """Answer for the store of an agent until the connection is closed; of processes that share it one answers."""
 
     async def answer(question: Msg) -> None:
         try:
-            told = msgspec.json.encode(await trace(database, question.data.decode(errors="replace")))
+            story = msgspec.json.encode(await trace(database, question.data.decode(errors="replace")))
         except Fatal:  # it has nothing under that id
-            told = b""
-        await question.respond(told)
+            story = b""
+        await question.respond(story)
 
     await nats.subscribe(_story_subject(context, durable), queue=durable, cb=answer)
 
 
 async def ask_story(nats: Client, context: str, durable: str, id_: str) -> Story | None:
-    """Return what an agent tells of an id, no step where it does not know it; None where it does not run or answer."""
+    """Return an agent's story of an id, without steps where it is unknown; None where the agent does not answer."""
     try:
         answer = await nats.request(_story_subject(context, durable), id_.encode(), timeout=_STORY_SECONDS)
         return _decode_story(answer.data) if answer.data else Story(waits=[], steps=[])
@@ -276,9 +276,8 @@ def _owned(db: sqlite3.Connection, database: Path, read: Callable[[Owner, sqlite
 async def republish(database: Path, since: datetime, *, reason: str, dry_run: bool = False) -> int:
     """Have everything published again that was published from `since` on; return how many messages that are.
 
-    Who did it, and why, is in the store's operator log. Whoever runs the agent does the publishing: at its next
-    comparison with the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be
-    used.
+    The store's operator log keeps who did it, and why. The agent's process does the publishing: at its next comparison
+    with the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be used.
     """
     owner = await owner_of(database)
     moment = to_microseconds(since) // _PER_MILLISECOND

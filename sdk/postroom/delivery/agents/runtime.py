@@ -1,7 +1,7 @@
 """The agent runtime: a handler of the consumer core (docs/contract/delivery.md#delivery-56).
 
-1. Receive: messages gather in the order they were published, whatever the order of pulls. 2. Look their keys up in the
-store. 3. Handle those that it does not hold, one after another, and commit each with what it emitted, many to a
+1. Receive: messages are queued in the order they were published, not in the order of pulls. 2. Look up their keys in
+the store. 3. Handle those that it does not hold, one after another, and commit each with what it emitted, many to a
 transaction. 4. Publish what is stored and not marked published. 5. Mark it. 6. Settle.
 
 What may run twice, and what makes the second run harmless: a message that is delivered again is found by its key
@@ -71,9 +71,9 @@ from postroom.errors import NotFound
 
 _log = structlog.get_logger(__name__)
 
-_FINISHING: Final = 8  # groups that may be on their way out at once
+_FINISHING: Final = 8  # groups that may be published and settled at once
 _ERROR_CHARACTERS: Final = 500
-_TYPE: Final = "any-type"  # stands for each in a subject; no event is called so
+_TYPE: Final = "any-type"  # a placeholder for all of them in a subject; no event has that name
 _VERSION: Final = "any-version"
 _UNTRIED: Final = Tried(0, "")
 _REFUSED: Final = Dead("refused", "the message is of another tenant or workspace than the agent")
@@ -99,9 +99,9 @@ Publishing: TypeAlias = Callable[[Store, Turns, Owner, AgentCounters, Clock], Ou
 
 
 class AgentRuntime:
-    """Runs one agent over its store; `run` it as a task beside its consumers.
+    """Runs one agent over its store; `run` it as a task next to its consumers.
 
-    It counts attempts in the store: those that began, whatever the server has counted.
+    It counts attempts that began, in the store; the server's count of deliveries does not matter.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class AgentRuntime:
     ) -> Self:
         """Open the agent's store in `directory` and build its state.
 
-        `publishing` makes what publishes from it (`into_jetstream`); `attempts` says how often a message is attempted,
-        of which its sender may have said less. Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or
-        does not say what it said.
+        `publishing` makes what publishes from it (`into_jetstream`); `attempts` is how often a message is attempted,
+        unless its sender allows fewer. Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or was
+        altered.
         """
         check_agent(agent_class)
         agent = agent_class()
@@ -203,7 +203,7 @@ class AgentRuntime:
         return self._memory.state
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """Take a batch of the consumer core; returns when each of its messages is settled."""
+        """Handle a batch of the consumer core; returns when each of its messages is settled."""
         loop = asyncio.get_running_loop()
         jobs = [Job(delivery, settle, loop.create_future()) for delivery in batch]
         for job in jobs:
@@ -214,7 +214,7 @@ class AgentRuntime:
     async def run(self) -> None:
         """Handle what comes in, until cancelled; first publish what an earlier process left unpublished.
 
-        Raises `Fatal`: 74 where the disk failed under a commit, 78 where another process wrote what cannot be applied.
+        Raises `Fatal`: 74 where the disk failed during a commit, 78 where another process wrote what cannot be applied.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -237,7 +237,7 @@ class AgentRuntime:
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
         async with self._turns.turn():
-            if (begun := self._underway.left_behind()) is not None:  # a process of this agent ended in it
+            if (begun := self._underway.left_behind()) is not None:  # a process of this agent ended during it
                 _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
                 attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
                 await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
@@ -245,7 +245,7 @@ class AgentRuntime:
             jobs: list[Job] = []
             while self._jobs and len(jobs) < self._fitting:
                 job = heapq.heappop(self._jobs)
-                if not job.done.done():  # the core gave it up
+                if not job.done.done():  # else the core gave it up
                     jobs.append(job)
             if not self._jobs:
                 self._wake.clear()
@@ -263,7 +263,7 @@ class AgentRuntime:
             group = Group(self._memory, given.versions, given.tried)
             try:
                 await self._handle_jobs(group, jobs, keys, given)
-            except asyncio.CancelledError:  # a stop, which no message is to blame for
+            except asyncio.CancelledError:  # a stop: no message caused it
                 self._underway.end()
                 raise
             self._underway.end()
@@ -292,7 +292,7 @@ class AgentRuntime:
                 self._fitting = index
                 self._put_back(jobs[index:])
                 return
-            # what a process ended in takes nothing with it that is not committed: it begins a group
+            # a message that a process ended during begins a group, so that it takes nothing uncommitted with it
             if index and group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT:
                 self._put_back(jobs[index:])
                 return
@@ -316,7 +316,7 @@ class AgentRuntime:
             group.settled.append((job, Dead(MAX_DELIVER, tried.last_error, tried.attempts)))
             return
         begun = Begun(delivery.message_id, tried.attempts + 1)
-        self._deciding.told(tried)
+        self._deciding.set_attempt(tried)
         self._underway.begin(begun)
         try:
             scope, state = scope_of(delivery, self._own), group.memory.state
@@ -337,7 +337,7 @@ class AgentRuntime:
             group.add(job, key, decision)
 
     async def _finish(self, group: Group) -> None:
-        """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
+        """Publish what the group caused, mark it, and settle its messages, each as soon as possible."""
         waiting, first = group.stored, True
         async for missing in self.publisher.rounds(group.outgoing):
             ready = [stored for stored in waiting if stored[1] not in missing]
@@ -346,12 +346,12 @@ class AgentRuntime:
                 await job.finish(outcome)
             group.settled.clear()
             if first:
-                self._room.release()  # what JetStream does not take now holds up nobody else
+                self._room.release()  # what JetStream does not accept now holds up no other group
                 first = False
 
 
 def database(directory: Path) -> Path:
-    """Return where the event store of a state directory lies."""
+    """Return the path of the event store in a state directory."""
     return directory.resolve() / "events.db"
 
 
@@ -373,7 +373,7 @@ async def open_consumers(
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
     consumers: list[Consumer] = []
-    assert isinstance(runtime.publisher, AgentPublisher)  # noqa: S101 - whoever has JetStream publishes into it
+    assert isinstance(runtime.publisher, AgentPublisher)  # noqa: S101 - with JetStream, the publisher is always this one
     for stream, some in wanted.items():
         own = msgspec.structs.replace(settings, stream=stream, filter_subjects=some)
         consumers.append(Consumer(js, own, runtime, runtime.publisher))
@@ -382,7 +382,7 @@ async def open_consumers(
 
 
 async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: str, workspace: str) -> None:
-    """Raise `NotFound` unless a stream takes every event of the agent: else they would wait in its store for ever."""
+    """Raise `NotFound` unless a stream accepts all events of the agent: they would wait in its store for ever."""
     words = fill_event_subject(agent, tenant, workspace, _TYPE, _VERSION).split(".")
     subjects = ".".join("*" if _TYPE in word or _VERSION in word else word for word in words)
     try:
@@ -390,7 +390,7 @@ async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: st
     except NATS_ERRORS as error:
         raise from_nats(error, f"looking for the stream of {subjects}") from error
     taken = any(covers(pattern, subjects) for info in streams for pattern in info.config.subjects or ())
-    if not taken and not missing:  # else a cluster elects a leader: what is missing may take them
+    if not taken and not missing:  # else a cluster elects a leader: a missing stream may accept them
         detail = (
             f"no stream has {subjects}, where the events of {agent.__name__} are published: declare one, or set its "
         )
@@ -405,7 +405,7 @@ def _altered(difference: Differs) -> Fatal:
 
 
 def load_agent(name: str) -> type[Agent[Any]]:
-    """Import `module:Agent`, also from the current directory; raises `Fatal` with what its author has to change."""
+    """Import `module:Agent`, also from the current directory; the `Fatal` that it raises says what to change."""
     agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
     try:
         check_agent(agent)
@@ -438,20 +438,20 @@ class Job:
 
 
 class Group:
-    """One transaction in the making; `memory` is what it would leave behind."""
+    """One transaction before its commit; `memory` is the agent's after it."""
 
     def __init__(self, memory: Memory, versions: Mapping[str, int], tried: Mapping[str, Tried]) -> None:
         self.memory = memory
         self.events: list[Event] = []
         self.outgoing: list[Outgoing] = []
         self.roles: list[Role] = []  # what became of each message that was added
-        self.settled: list[tuple[Job, Outcome]] = []  # what needs nothing of the store
+        self.settled: list[tuple[Job, Outcome]] = []  # messages that need nothing published
         self.stored: list[tuple[Job, int, Outcome]] = []  # with the position of its event
         self._versions = versions
         self._changed: dict[str, int] = {}  # versions of entities
         self._tried = dict(tried)
         self._failed: list[Attempt] = []
-        self._handled: list[str] = []  # what failed before
+        self._handled: list[str] = []  # messages that failed before
         self._keys: dict[Key, tuple[int, Role]] = {}
 
     @property
@@ -468,7 +468,7 @@ class Group:
         return 0 if entity_id is None else self._changed.get(entity_id, self._versions.get(entity_id, 0))
 
     def tried(self, message_id: str | None) -> Tried:
-        """Return what came of earlier attempts at a message."""
+        """Return the outcome of earlier attempts at a message."""
         return _UNTRIED if message_id is None else self._tried.get(message_id, _UNTRIED)
 
     def find(self, key: Key) -> tuple[int, Role] | None:
@@ -495,13 +495,13 @@ class Group:
         self.know(job, cause, decision.role)
 
     def fail(self, job: Job, attempt: Attempt, attempts: Attempts) -> None:
-        """Take note of an attempt that failed, and of what follows."""
+        """Note an attempt that failed, and what follows."""
         self._failed.append(attempt)
         self._tried[attempt.message_id] = Tried(attempt.number, attempt.error)
         self.settled.append((job, attempts.failed(job.delivery, attempt.number, attempt.error)))
 
     def know(self, job: Job, position: int, role: Role) -> None:
-        """Take note of a message that the store holds: it only has to be finished, and its failed attempts are over."""
+        """Note a message that the store holds: it only has to be finished, and its failed attempts are over."""
         self.stored.append((job, position, _REFUSED if role == "refused" else DONE))
         if job.delivery.message_id in self._tried:
             self._handled.append(job.delivery.message_id)

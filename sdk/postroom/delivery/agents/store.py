@@ -1,15 +1,15 @@
 """The event store of one agent: what came in, what went out because of it, and which of that is published.
 
-A store of the chassis, written by one process at a time: every method runs in a turn (turns.py), which is also what
-keeps one process from writing while another moves the write-ahead log into the file (sdk/postroom/chassis/sqlite.py).
+A store of the chassis, written by one process at a time: every method runs in a turn (turns.py), which also keeps one
+process from writing while another moves the write-ahead log into the file (sdk/postroom/chassis/sqlite.py).
 
 Of each event it keeps a record in canonical JSON (RFC 8785), `{"cause":…,"envelope":{…},"role":"…","subject":"…"}`, and
 a chain of hashes over them. The state hash after position n is
 
     sha256( state hash after n - 1  ‖  record n )          with 32 zero bytes before position 1
 
-so it depends on every byte of every record and on their order, and on nothing else: not on deliveries, batches or times
-at which anything ran (docs/contract/delivery.md#delivery-60).
+so it depends on every byte of every record and on their order, and on nothing else: not on deliveries, batches or the
+times of runs (docs/contract/delivery.md#delivery-60).
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 SCHEMA: Final = Schema.of("postroom.delivery.agents", "PSAE")
 QUERIES: Final = load_queries("postroom.delivery.agents")
 NO_HASH: Final = bytes(32)  # the state hash of an empty store
-_EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
+_EVENT_BYTES: Final = 512  # about what an event adds to the file in addition to its record
 _DISK_PAUSE: Final = 1.0  # seconds between two tries to commit on a full disk
 _PAGE: Final = 1000  # events read at once
 _ATTEMPTS_KEPT: Final = 30 * 86_400_000  # ms since the last one
@@ -50,10 +50,10 @@ T = TypeVar("T")
 
 
 class Record(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One event of the store; the fields stand in canonical order.
+    """One event of the store; the fields are in canonical order.
 
-    `handled`, `conflict` and `refused` say what became of a message that came in. Because of the one at the position
-    `cause`, the agent `emitted` this one, or the runtime `reported` it.
+    `handled`, `conflict` and `refused` say what became of a message that came in. `emitted` (by the agent) and
+    `reported` (by the runtime) events were caused by the message at the position `cause`.
     """
 
     cause: int | None
@@ -102,12 +102,12 @@ def encode_record(record: Record, payload: bytes) -> bytes:
 
 
 def decode_record(text: str | bytes) -> Record:
-    """Read a record; raises `msgspec.DecodeError` or `msgspec.ValidationError` for what is none."""
+    """Read a record; raises `msgspec.DecodeError` or `msgspec.ValidationError` for an invalid one."""
     return _decode(text)
 
 
 def payload_of(record: bytes) -> bytes:
-    """Return the payload of a record as its bytes stand there: what is published again is what was published."""
+    """Return the payload of a record, byte for byte: what is published again is what was published."""
     return bytes(_decode_payload(record).envelope.payload)
 
 
@@ -125,7 +125,7 @@ class Owner(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Where a store stands: its last position, the state hash after it, and the latest time of any event."""
+    """The end of a store: its last position, the state hash after it, and the latest time of any event."""
 
     position: int
     state_hash: bytes
@@ -170,7 +170,7 @@ class Attempt(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """How often a message was attempted in vain, and why the last attempt failed."""
+    """How many attempts at a message failed, and why the last one did."""
 
     attempts: int
     last_error: str
@@ -192,7 +192,7 @@ class Changes(NamedTuple):
 
 
 class TurnInput(NamedTuple):
-    """What a turn has to know: the head, the events since it last looked, what is known, and what was tried before."""
+    """What a turn needs: the head, the events since the last turn, known messages, and earlier attempts."""
 
     head: Head
     news: list[Event]
@@ -228,7 +228,7 @@ class Store:
     async def read_turn(
         self, keys: Sequence[Key], entities: Sequence[str], message_ids: Sequence[str], after: int
     ) -> TurnInput:
-        """Find out in one step what a turn has to know that knows everything up to the position `after`."""
+        """Read in one step what a turn needs that knows everything up to the position `after`."""
 
         def read(db: sqlite3.Connection) -> TurnInput:
             head = read_head(db)
@@ -248,7 +248,7 @@ class Store:
         await self._file.write(partial(_append, changes), size)
 
     async def unpublished_of(self, causes: Sequence[int]) -> list[Stored]:
-        """Return what the messages at these positions caused and is not marked published."""
+        """Return what the messages at these positions caused, as far as it is not marked published."""
         return await self._file.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
 
     async def unpublished(self) -> list[Stored]:
@@ -258,7 +258,7 @@ class Store:
     async def mark_published(self, marks: Sequence[Mark]) -> int:
         """Note where JetStream has messages; return how many are to be published again.
 
-        These are the ones whose place another has, and that other: the stream has lost one of the two.
+        These are any two messages with the same place: the stream has lost one of the two.
         """
         values = [mark._asdict() for mark in marks]
 
@@ -283,18 +283,18 @@ class Store:
     async def newest_at(
         self, stream: str, created_at: int, first: int, last: int, missing: Sequence[int]
     ) -> Placed | None:
-        """Return what has the highest place of a stream in a range, but for `missing`; `created_at` as in `Mark`."""
+        """Return the message with the highest number in a range, without `missing`; `created_at` as in `Mark`."""
         values = stream, created_at, first, last, _encode(missing).decode()
         row = await self._file.run(lambda db: db.execute(QUERIES["newest_at"], values).fetchone())
         return row and Placed(*row)
 
     async def has_place(self, stream: str, created_at: int) -> bool:
-        """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
+        """Return whether any message has a place in a stream; `created_at` as in `Mark`."""
         place = stream, created_at
         return await self._file.run(lambda db: bool(db.execute(QUERIES["has_place"], place).fetchone()[0]))
 
     async def forget_places(self, stream: str, created_at: int, numbers: Sequence[int]) -> None:
-        """Note that what has these places in a stream is gone, as it should be."""
+        """Forget these places in a stream: their messages left it, as they should."""
         values = stream, created_at, _encode(numbers).decode()
         size = _EVENT_BYTES * len(numbers)
         await self._file.write(lambda db: db.execute(QUERIES["forget_places"], values).rowcount, size)
@@ -304,7 +304,7 @@ class Store:
         return await self._file.write(partial(_requeue, positions, []), _EVENT_BYTES * len(positions))
 
     async def requeue_since(self, since: int, *, now: int, actor: str, reason: str) -> int:
-        """Make unpublished whatever was published from a time on, and log who did it, and why; return how much that is.
+        """Make unpublished what was published from a time on, and log who did it, and why; return how many that were.
 
         Times are ms since the epoch.
         """
@@ -322,9 +322,9 @@ class Store:
         return await self._file.run(lambda db: [row[0] for row in db.execute(QUERIES["find_since"], (since,))])
 
     async def prune(self, before: int, most: int) -> int:
-        """Forget where up to `most` messages went that were published before a time (ms since the epoch), and letters.
+        """Forget where up to `most` messages went that were published before a time, and delete such letters.
 
-        Return how many messages; their events stay.
+        The time is in ms since the epoch. Returns how many messages; their events stay.
         """
 
         def work(db: sqlite3.Connection) -> int:
@@ -347,12 +347,12 @@ def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
 
 
 def read_head(db: sqlite3.Connection) -> Head:
-    """Read where the store stands."""
+    """Read the end of the store."""
     return Head(*db.execute(QUERIES["head"]).fetchone())
 
 
 def read_owner(db: sqlite3.Connection) -> Owner | None:
-    """Read whose store it is; None where nobody has claimed it."""
+    """Read whose store it is; None where no agent has claimed it."""
     row = db.execute(QUERIES["owner"]).fetchone()
     return row and Owner(*row)
 
@@ -395,7 +395,7 @@ def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stor
 
 
 def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
-    """Return the positions of what is lost, and of what is gone by age."""
+    """Return the positions of what is lost, and of what went by age."""
     lost: list[int] = []
     old: list[int] = []
     created_at, since, until = map(to_microseconds, (search.created_at, search.since, search.until))
@@ -415,7 +415,7 @@ def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, .
 
 
 def _damaged(path: Path, fault: str) -> None:
-    raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move it away to start empty")
+    raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move it elsewhere to start empty")
 
 
 def _failed(error: Exception) -> Fatal:
@@ -431,7 +431,7 @@ _ANSWERS: Final = store.Answers(
 
 
 async def durably(write: Callable[[], Awaitable[T]]) -> T:
-    """Call `write` until the disk has room: nothing was written, so nothing else needs to run again.
+    """Call `write` until the disk has room: a full disk left nothing written, so nothing else has to run again.
 
     Raises `Fatal` (74) where the disk fails.
     """

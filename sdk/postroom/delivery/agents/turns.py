@@ -1,12 +1,12 @@
-"""Turns: who may write the event store now, among the tasks of a process and the processes of a host.
+"""Turns: which task of which process of a host may write the event store now.
 
 Processes that run one agent on one host share its store and take turns. A turn is held with flock(2), so the kernel
-ends it when its holder is killed. Two locks make it fair: whoever waits for `turn` holds `next`, so that a process that
-has just finished its turn cannot take the following one before somebody who waits.
+ends it when its holder is killed. Two locks make it fair: the process that waits for `turn` holds `next`, so that one
+that has just finished its turn cannot take the following one before it.
 
-Which message the holder of a turn runs stands in a file beside them (`Underway`). A process that is killed takes many
-messages with it that it merely had in hand; only the one that was running may have been the reason, so whoever has the
-next turn finds it there and counts the attempt. The file is not synced: it has to survive the process, not the power.
+A file next to the locks names the message that the holder of a turn runs (`Underway`). A process that is killed had
+many messages in hand, but only the one that was running may have been the reason. The holder of the next turn finds it
+in the file and counts the attempt. The file is not synced: it has to survive the process, not a power cut.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from postroom.chassis.ownership import open_private, private_directory
 from postroom.chassis.sqlite import exit_after
 
 _PAUSE: Final = 0.002  # seconds between two looks at a lock that another process holds
-_BYTES: Final = 4096  # reserved, so that a full disk does not stand in the way of writing
+_BYTES: Final = 4096  # reserved, so that it can be written on a full disk
 _END: Final = b"\n"
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -78,15 +78,15 @@ _decode: Final = msgspec.json.Decoder(Begun).decode
 
 
 class Underway:
-    """The file beside a store; read and write it in a turn only."""
+    """The file that names the running message; read and write it in a turn only."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Open the file, and reserve its place; raises `OSError`."""
+        """Open the file, and reserve its space; raises `OSError`."""
         self._file = open_private(directory / f"{name}.underway")
         os.posix_fallocate(self._file, 0, _BYTES)
 
     def begin(self, begun: Begun) -> None:
-        """Note that this attempt runs from now on, and none before it any more."""
+        """Note that this attempt runs now, and no earlier one."""
         self._write(_encode(begun) + _END)
 
     def end(self) -> None:
@@ -94,7 +94,7 @@ class Underway:
         self._write(_END)
 
     def left_behind(self) -> Begun | None:
-        """Return the attempt in which a process ended; what a power cut made of the file is nothing."""
+        """Return the attempt that a process ended during; None where a power cut damaged the file."""
         noted = os.pread(self._file, os.fstat(self._file).st_size, 0).partition(_END)[0]
         try:
             return _decode(noted) if noted else None
@@ -115,7 +115,7 @@ class Underway:
 
 
 def open_turns(directory: Path) -> tuple[Turns, Underway]:
-    """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
+    """Create the state directory (0700) if need be, and the files next to the store; raises `Fatal` if forbidden."""
     try:
         private_directory(directory)
         return Turns(directory, "events"), Underway(directory, "events")

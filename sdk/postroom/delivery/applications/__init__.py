@@ -1,9 +1,9 @@
-"""An application's own database: the event outbox beside its tables, and the keys of what its handlers have handled.
+"""An application's own database: the event outbox next to its tables, and the keys of what its handlers have handled.
 
-It has the tables of delivering, as the broker's database does, and what is only of use where no broker's tables are
-(its migrations). `postroom outbox install` makes them, in the schemas `postroom` and `postroom_once`, and touches
-nothing else of the database (docs/contract/delivery.md#delivery-90). What an operator sees and does there is the same
-as a broker does in its own database, without a server.
+It has the tables of delivery, as the broker's database does, and those that are only of use without a broker's tables
+(its migrations). `postroom outbox install` creates them, in the schemas `postroom` and `postroom_once`, and changes
+nothing else in the database (docs/contract/delivery.md#delivery-90). An operator sees and does there what a broker
+offers for its own database, without a server.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -42,14 +42,14 @@ from postroom.once.postgres import PostgresStore
 
 ROOM: Final = __name__
 ROOMS: Final = (delivery.ROOM, ROOM)
-INSTALL: Final = "postroom outbox install"  # what makes them, and brings them up to date
+INSTALL: Final = "postroom outbox install"  # creates the tables, or updates them
 QUERIES: Final = load_queries(__package__)
 _TABLES: Final = (EVENTS, LETTERS)
-_OLDEST: Final = 16  # the major version of Postgres from which on all that is used is there
+_OLDEST: Final = 16  # the first major version of Postgres that has everything that is used
 
 
 class Installed(NamedTuple):
-    """What an installation changed (`applied`, by migration), who may emit now, and to which meshes at least."""
+    """The migrations that an installation applied, the roles that may emit now, and the meshes that it added."""
 
     applied: list[str]
     roles: list[str]
@@ -57,10 +57,10 @@ class Installed(NamedTuple):
 
 
 async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] = ()) -> Installed:
-    """Make the tables in the database at `url`, or bring them up to date, and let `roles` emit; again changes nothing.
+    """Create the tables in the database at `url`, or update them, and let `roles` emit; repeating it changes nothing.
 
     `meshes` are those that may be emitted to until a worker knows more. Raises `Fatal`: 69 where Postgres can't be
-    reached, 77 where the role of `url` may not do it, 78 where the database, a role or a mesh cannot be used.
+    reached, 77 where the role of `url` is not allowed to, 78 where the database, a role or a mesh cannot be used.
     """
     async with connected(url) as connection:
         has_broker = await _check(connection, roles)
@@ -83,12 +83,12 @@ async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] 
 
 
 async def know_meshes(pool: Pool, meshes: Sequence[str]) -> None:
-    """Have `meshes` be those that may be emitted to, and no other; none: any."""
+    """Allow emitting to `meshes` and to no others; an empty list allows any."""
     await pool.execute(QUERIES["know_meshes"], meshes)
 
 
 async def _check(connection: Connection, roles: Sequence[str]) -> bool:
-    """Return whether a broker's tables are there; raises `Fatal` (78) where nothing can be installed."""
+    """Return whether the database has a broker's tables; raises `Fatal` (78) where nothing can be installed."""
     version = connection.get_server_version()
     if version.major < _OLDEST:
         sentence = f"this is Postgres {version.major}, and the outbox needs {_OLDEST} or newer: upgrade the server"
@@ -106,10 +106,10 @@ async def _check(connection: Connection, roles: Sequence[str]) -> bool:
 
 
 class Application:
-    """A database of an application, asked as a broker is asked about its own.
+    """A database of an application, with the operations that a broker has for its own.
 
-    Every change is logged in the database itself, in its own transaction, with who made it: the user that runs the
-    program and the role that Postgres let in.
+    Every change is logged in the database itself, in its own transaction, with its actor: the user that runs the
+    program and the role that it connected as.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -130,7 +130,7 @@ class Application:
     async def change(
         self, verb: str, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
     ) -> Result[str]:
-        """Do a verb to events that are refused, a thousand at a time; raises `NotFound` where a named one is not."""
+        """Do a verb to refused events, a thousand at a time; raises `NotFound` where a named one is not refused."""
         noun = UNPUBLISHED[EVENTS.name]
         done: list[str] = []
         after: str | None = ""
@@ -145,7 +145,7 @@ class Application:
         return Result(dry_run=dry_run, done=done, failed=[])
 
     async def redrive(self, wanted: PublishedFilter, *, reason: str, dry_run: bool = False) -> Result[Redriven]:
-        """Have what was published, until now, and is wanted published again, part by part."""
+        """Have wanted messages that were published by now published again, in steps."""
         until = await now(self._connection)
         done: list[Redriven] = []
         more = True

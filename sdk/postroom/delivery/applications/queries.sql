@@ -7,12 +7,12 @@ SELECT to_regclass('mesh.mesh') IS NOT NULL;
 SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = $1);
 
 -- name: foreign_schema
--- Whether the schema `postroom` is there, with tables, and none that remembers what was migrated: it is not ours.
+-- Whether there is a schema `postroom` with tables, but without the one of migrations: it is not ours.
 SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = to_regnamespace('postroom') AND relkind = 'r')
   AND to_regclass('postroom.schema_migration') IS NULL;
 
 -- name: write_grants
--- The statements that let the role $1 emit, and keep the keys of its handlers: what an application may do, and no more.
+-- The statements that let the role $1 emit, and keep the keys of its handlers: all that an application may do.
 SELECT format(
   'GRANT USAGE ON SCHEMA postroom TO %1$I; GRANT INSERT ON postroom.outbox_events TO %1$I; '
   'GRANT EXECUTE ON FUNCTION postroom.begin_handling(text, text, text, text), '
@@ -24,7 +24,7 @@ SELECT format(
 INSERT INTO postroom.known_meshes (slug) SELECT unnest($1::text[]) ON CONFLICT DO NOTHING;
 
 -- name: know_meshes
--- Has the meshes $1 be those that may be emitted to, and no other.
+-- Allows emitting to the meshes $1 and to no others.
 WITH gone AS (
   DELETE FROM postroom.known_meshes WHERE slug <> ALL ($1::text[])
 )
@@ -35,8 +35,8 @@ INSERT INTO postroom.known_meshes (slug) SELECT unnest($1::text[]) ON CONFLICT D
 INSERT INTO postroom.operator_log (actor, verb, noun, key, outcome, reason) VALUES ($1, $2, $3, $4, $5, $6);
 
 -- name: list_operations
--- The latest $7 lines before the number $6, of things $1, by the verb $2, by who is $3, to the key $4, from $5 on; each of
--- these may be null.
+-- The latest $7 lines before the number $6, of the noun $1, the verb $2, the actor $3, the key $4, from $5 on; each of these
+-- may be null.
 SELECT id, at, actor, verb, noun, key, outcome, reason FROM postroom.operator_log
 WHERE ($1::text IS NULL OR noun = $1) AND ($2::text IS NULL OR verb = $2) AND ($3::text IS NULL OR actor = $3)
   AND ($4::text IS NULL OR key = $4) AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::bigint IS NULL OR id < $6)

@@ -1,10 +1,10 @@
 """Dead letters: what could not be handled, kept whole, with the reason (docs/contract/delivery.md#delivery-44).
 
-A letter holds the whole message and why nobody could handle it. Its message id is derived from the message's, so that
-the same death has one letter, however often a crash has it buried. It is a row of a record before its message is
-acknowledged: in Postgres what consumers, webhooks and jobs buried, in its event store what an agent did. From there it
-is published, and published again where its stream lost it, as events are. A daemon has no record of its own: what it
-cannot read is in the stream alone, where operators look for such letters.
+A letter holds the whole message and why it could not be handled. Its message id is derived from the message's, so that
+one death has one letter, even where a crash has it buried twice. It is a row of a record before its message is
+acknowledged: in Postgres for consumers, webhooks and jobs, in its event store for an agent. From there it is published,
+and published again where its stream lost it, as events are. A daemon has no record of its own: its letters of what it
+cannot read are in the stream only, where operators look for them too.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, known_subject, stream_name
 
 QUERIES: Final = load_queries(__name__, "record.sql")
-LETTER: Final = {"Postroom-Event-Type": "MessageDeadLettered"}  # the header that tells a letter from other messages
-REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
+LETTER: Final = {"Postroom-Event-Type": "MessageDeadLettered"}  # the header that marks a letter
+REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other handles the replay
 REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent under
-RECORDED: Final = "Postroom-Recorded"  # on a letter that is a row of a database, where operators settle it
+RECORDED: Final = "Postroom-Recorded"  # on a letter that has a row in a database, where operators settle it
 
 _IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _ID_CHARACTERS: Final = 255
@@ -44,7 +44,7 @@ class DeadLetters(Protocol):
     """Where one consumer's dead letters are kept."""
 
     async def keep(self, letter: DeadLetter) -> None:
-        """Return once the letter cannot be lost any more; raises `PostroomError` where it can."""
+        """Return once the letter is durable; raises `PostroomError` where it is not."""
 
 
 class RecordedLetters:
@@ -72,7 +72,7 @@ class StreamLetters:
         self._stream = dead_letter_stream(context)
 
     async def keep(self, letter: DeadLetter) -> None:
-        """Publish the letter; one that is larger than NATS takes goes without its payload."""
+        """Publish the letter; one that is too large for NATS goes without its payload."""
         subject = dead_letter_subject(self._context, letter.original_subject)
         headers = {MESSAGE_ID: letter_id(letter), **LETTER}
         body = msgspec.json.encode(letter)
@@ -90,7 +90,7 @@ class StreamLetters:
 
 
 def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> DeadLetter:
-    """Write the letter of a message that `consumer` buries."""
+    """Build the letter of a message that `consumer` buries."""
     body, subject = json_object(delivery.data), known_subject(delivery.subject)
     headers = {_legible(name): _legible(text) for name, text in delivery.headers.items()}
     return DeadLetter(
@@ -111,33 +111,33 @@ def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> 
 
 
 def letter_id(letter: DeadLetter) -> str:
-    """Derive a letter's message id: the same death of the same message at the same consumer has the same."""
+    """Derive a letter's message id: the same for every letter of the same message at the same consumer."""
     message = letter.message_id or f"{letter.stream}.{letter.sequence}.{letter.published_at.timestamp():.6f}"
     return printable_id(f"dead:{letter.consumer}:{message}")
 
 
 def columns(context: str, letter: DeadLetter) -> tuple[object, ...]:
-    """Return what a row says of a letter: context, id, subject, time, and the letter itself without its payload."""
+    """Return the columns of a letter: context, id, subject, time, and the letter itself without its payload."""
     subject = dead_letter_subject(context, letter.original_subject)
     return context, letter_id(letter), subject, letter.died_at, msgspec.json.encode(letter.without_data())
 
 
 def printable_id(identity: str) -> str:
-    """Return an id as it is, or a digest of one that a header or a database may not hold."""
+    """Return an id as it is, or a digest of one that a header or a database cannot hold."""
     if identity.isascii() and identity.isprintable() and len(identity) <= _ID_CHARACTERS:
         return identity
     return f"sha256:{hashlib.sha256(identity.encode(errors='replace')).hexdigest()}"
 
 
 def is_dead_letter(delivery: Delivery) -> bool:
-    """Tell whether a message is a dead letter itself, on its own subject or copied to another."""
+    """Return whether a message is a dead letter itself, on its own subject or copied to another."""
     words = delivery.subject.split(".")
     on_its_subject = words[0] != "cmd" and words[1:2] == ["dlq"]
     return on_its_subject or delivery.headers.items() >= LETTER.items()
 
 
 def _legible(text: str) -> str:
-    """Return a text that JSON can hold: another program may have sent bytes that are no UTF-8."""
+    """Return a text that JSON can hold: another program may have sent bytes that are not UTF-8."""
     return str(text).encode(errors="replace").decode()
 
 
@@ -146,7 +146,7 @@ def _text(value: Any) -> str | None:
 
 
 class StreamedLetter(NamedTuple):
-    """What lies in a stream of dead letters; `letter` is None where something else does."""
+    """A message in a stream of dead letters; `letter` is None where it is something else."""
 
     stream: str
     sequence: int
@@ -162,8 +162,8 @@ async def read_letters(
 ) -> AsyncGenerator[list[StreamedLetter], None]:
     """Yield what the stream of a context holds now from a time or a number on, oldest first, in pages.
 
-    Neither with nats-py's `fetch`, which takes a message with a header `Status` for the server's own word and drops it,
-    nor with headers alone, for which a server (2.15) ends at a block that holds no headers.
+    nats-py's `fetch` would take a message with a header `Status` for the server's own and drop it; a consumer of
+    headers only would end at a block without headers (server 2.15). So neither is used.
     """
     name, connection = stream_name(context, "dlq"), connection_of(js)
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=2 * _SECONDS)
@@ -182,7 +182,7 @@ async def read_letters(
                 await connection.publish(asked, msgspec.json.encode(request), reply=pages.subject)
                 for _ in range(min(_PAGE, left)):
                     message = await pages.next_msg(timeout=_SECONDS)
-                    if not message.reply.startswith("$JS.ACK."):  # the rest has gone meanwhile
+                    if not message.reply.startswith("$JS.ACK."):  # the rest was deleted meanwhile
                         left = 0
                         break
                     left = message.metadata.num_pending
@@ -191,7 +191,7 @@ async def read_letters(
         finally:
             await pages.unsubscribe()
     except NotFoundError:
-        return  # it is made with the first letter
+        return  # it is created with the first letter
     except NATS_ERRORS as error:
         raise from_nats(error, f"reading the dead letters of {context}") from error
 
@@ -216,7 +216,7 @@ def _read(message: Msg) -> StreamedLetter:
 
 
 async def check_context(js: JetStreamContext, context: str) -> None:
-    """Raise `NotFound` where no stream takes any subject of the context: nobody may read that as good news."""
+    """Raise `NotFound` where no stream has subjects of the context: it must not look like one without letters."""
     for subjects in (f"{context}.>", f"cmd.{context}.>"):
         try:
             await js.find_stream_name_by_subject(subjects)

@@ -1,16 +1,16 @@
 """What an operator sees of dead letters, and does with them (docs/contract/delivery.md#delivery-51).
 
-The record in Postgres is what is read, and where it is written down what was done: a letter that was replayed or
-dropped is so permanently, whatever a stream still holds or is filled with again. Letters without a row (those of
+Letters are read from the record in Postgres, which also keeps what was done with them: a letter that was replayed or
+dropped stays so permanently, even if it is still in a stream or comes there again. Letters without a row (those of
 agents, of daemons and of other programs) are read from the stream, and get a row when they are settled.
 
-A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was cut
-short and repeated is still one message; it names the consumer that buried it, and every other one lets it pass, so that
-consumer has to be there. The letter's row is locked meanwhile: two operators do not replay it both.
+A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was
+interrupted and repeated is still one message. It names the consumer that buried it, and every other consumer skips it,
+so that consumer has to exist. The letter's row is locked meanwhile, so that two operators cannot replay it at once.
 
-Many are settled some at a time: their rows are locked, their messages published pipelined, and those that a stream has
-acknowledged settled, in one transaction. Killed in between, it has settled none of them; the next replay sends them
-again under the same ids.
+Letters are settled in batches: their rows are locked, their messages published pipelined, and those that a stream has
+acknowledged settled, in one transaction. A process that is killed in between has settled none of them; the next replay
+sends them again under the same ids.
 """
 
 import asyncio
@@ -64,22 +64,22 @@ from postroom.delivery.subjects import dead_letter_subject, stream_name
 from postroom.errors import PostroomError
 
 _ROWS: Final = 500  # letters of the record that are read at once
-_TOGETHER: Final = 50  # letters that are settled in one transaction, and whose payloads are in memory meanwhile
+_TOGETHER: Final = 50  # letters that are settled in one transaction, with their payloads in memory
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _LAST: Final = 2**63 - 1
 _START: Final = (datetime.min.replace(tzinfo=UTC), False, 0)
-_ROUNDING: Final = timedelta(milliseconds=1)  # of the time that a stream says of a message, and more
+_ROUNDING: Final = timedelta(milliseconds=1)  # at least that of the time that a stream reports of a message
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
 _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _PLACE: Final = re.compile(r"(?P<stream>[^/]+)/(?P<sequence>[1-9][0-9]{0,17})")
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
 Log = Callable[[Connection, str, Sequence[str], str], Awaitable[None]]
-"""Keeps, in the transaction that a connection is in, which verb was done to letters, by their ids, and why."""
+"""Logs, in the connection's transaction, a verb that was done, the ids of its letters, and the reason."""
 
 Outcome = str | PostroomError | None
-"""What became of a letter: the id of its new message, why it is as it was, or None, where it is settled and no more."""
+"""What became of a letter: the id of its new message, why it is unchanged, or None, where it was settled only."""
 
 
 class StoredLetter(NamedTuple):
@@ -99,7 +99,7 @@ class StoredLetter(NamedTuple):
         return self.at, True, self.streamed.sequence
 
     def matches(self, wanted: LetterFilter, moment: datetime) -> bool:
-        """Tell whether the letter is meant, at `moment`."""
+        """Return whether the filter selects the letter, at `moment`."""
         letter = self.letter
         if wanted.ids is not None:
             return self.id in wanted.ids or (letter is not None and letter.message_id in wanted.ids)
@@ -118,7 +118,7 @@ class StoredLetter(NamedTuple):
 
 
 class LetterOperations:
-    """The dead letters of one context, for an operator; whatever reads them raises `NotFound` for an unknown one."""
+    """The dead letters of one context, for an operator; reading those of an unknown context raises `NotFound`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class LetterOperations:
         actor: str,
         log: Log | None = None,
     ) -> None:
-        """Without `js` only the record is read; `log` keeps what is done beside the letter's own note."""
+        """Without `js` only the record is read; `log` keeps what is done in addition to the letter's own note."""
         self._connection = connection
         self._js = js
         self._context = context
@@ -138,7 +138,7 @@ class LetterOperations:
         self._there: dict[tuple[str, str], bool] = {}  # whether consumers take subjects, as it was found
 
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
-        """Return the letters that are meant, oldest first; raises `NotFound` for an id that is none."""
+        """Return the letters that the filter selects, oldest first; raises `NotFound` for an unknown id."""
         found, _ = await self.page(wanted, payloads=payloads)
         return found
 
@@ -147,8 +147,8 @@ class LetterOperations:
     ) -> tuple[list[StoredLetter], str | None]:
         """Return `limit` of them from `cursor` on, and where the next page begins, if there is one.
 
-        Record and stream are read from there on, and only as far as the page goes. Where all are named by their places,
-        nothing else is looked at.
+        Record and stream are read from there on, and only as far as the page goes. Where all letters are named by their
+        places, nothing else is read.
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
             return named, None
@@ -173,7 +173,7 @@ class LetterOperations:
     async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
         """Return the causes of the oldest `most` letters, the most frequent first, and whether there are more letters.
 
-        What another program put into the stream has no cause.
+        Messages that another program put into the stream have no cause.
         """
         found, more = await self.page(LetterFilter(), limit=most)
         causes: dict[tuple[str, str, str], LetterCause] = {}
@@ -216,7 +216,7 @@ class LetterOperations:
     async def settle(
         self, verb: str, letters: Sequence[StoredLetter], *, why: str
     ) -> list[tuple[StoredLetter, Outcome]]:
-        """Do a verb to letters, which settles them and takes their payloads; return each with what became of it."""
+        """Do a verb to letters, which settles them and deletes their payloads; return each with what became of it."""
         settled: list[tuple[StoredLetter, Outcome]] = []
         for begin in range(0, len(letters), _TOGETHER):
             some = letters[begin : begin + _TOGETHER]
@@ -251,10 +251,10 @@ class LetterOperations:
         return outcomes
 
     async def _record(self, act: str, some: Sequence[StoredLetter], why: str) -> dict[str, DeadLetter | None]:
-        """Give letters without a row one, settled, so that they are this transaction's; return those that had none."""
+        """Insert settled rows for letters without one, which locks them; return those that had none."""
         unrecorded = {
             stored.streamed.letter_id: stored
-            for stored in reversed(some)  # of one that is there twice the first is meant
+            for stored in reversed(some)  # of one that is there twice the first counts
             if stored.streamed is not None and not stored.streamed.recorded
         }
         columns_ = []
@@ -274,7 +274,7 @@ class LetterOperations:
         return {stored.id: stored.letter for stored in found}
 
     async def replay(self, letters: Mapping[str, DeadLetter | None]) -> dict[str, Outcome]:
-        """Send the messages of letters again, pipelined; return of each its new id, or why no stream has it."""
+        """Send the messages of letters again, pipelined; return for each its new id, or why no stream has it."""
         outcomes, ready = dict[str, Outcome](), dict[str, DeadLetter]()
         for id_, letter in letters.items():
             try:
@@ -291,7 +291,7 @@ class LetterOperations:
         if self._js is None:
             raise no_nats(f"replaying the dead letter {id_}")
         wanted = letter.consumer, letter.original_subject
-        if letter.consumer and wanted not in self._there:  # without one it is another program's, and meant for all
+        if letter.consumer and wanted not in self._there:  # without one it is another program's, for all consumers
             try:
                 stream = await self._js.find_stream_name_by_subject(letter.original_subject)
                 await self._js.consumer_info(stream, letter.consumer)
@@ -306,7 +306,7 @@ class LetterOperations:
         return letter
 
     async def _publish(self, id_: str, letter: DeadLetter) -> str | PostroomError:
-        """Send the message of one again."""
+        """Send the message of one letter again."""
         assert self._js is not None  # noqa: S101 - that was checked
         new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
         kept = [name for name in letter.headers if not name.startswith("Nats-") and name not in ours]
@@ -320,14 +320,14 @@ class LetterOperations:
         return new_id
 
     async def _check_context(self) -> None:
-        """Raise `NotFound` where neither the record nor NATS has ever heard of the context."""
+        """Raise `NotFound` where neither the record nor NATS knows the context."""
         if self._js is not None and not await self._connection.fetchval(QUERIES["is_known"], self._context):
             await check_context(self._js, self._context)
 
     async def _find_named(self, ids: frozenset[str], *, payloads: bool) -> list[StoredLetter] | None:
         """Return the letters that are named by their places, in the record or in the stream; None where some are not.
 
-        Many are settled some hundred at a time.
+        This is fast for a client that settles many letters, some hundred at a time.
         """
         stream = stream_name(self._context, "dlq")
         places = {id_: place for id_ in ids if (place := _PLACE.fullmatch(id_)) and place["stream"] == stream}
@@ -347,7 +347,7 @@ class LetterOperations:
         return sorted(named, key=lambda stored: stored.key) if len(named) == len(ids) else None
 
     async def _read(self, after: tuple[datetime, bool, int], *, payloads: bool) -> AsyncGenerator[StoredLetter, None]:
-        """Yield the letters behind a place in the order of all of them, those of the stream no further than needed."""
+        """Yield the letters after a place in the order of all of them; reads the stream no further than needed."""
         begin = max(after[0], _EPOCH + _ROUNDING) - _ROUNDING
         async with (
             aclosing(self._read_record(after, payloads=payloads)) as recorded,
@@ -375,10 +375,10 @@ class LetterOperations:
             if len(page) < _ROWS:
                 return
             at, number = page[-1]["died_at"], page[-1]["id"]
-            await asyncio.sleep(0)  # decoding them is work, and others wait
+            await asyncio.sleep(0)  # decoding them takes time, and other tasks wait
 
     async def _read_stream(self, begin: datetime | int) -> AsyncGenerator[tuple[StoredLetter, bool], None]:
-        """Yield what the stream holds from a time or a number on, and whether the record has it too.
+        """Yield the letters of the stream from a time or a number on, and whether the record has them too.
 
         A letter that is there twice counts as known the second time.
         """
@@ -397,24 +397,24 @@ class LetterOperations:
                     yield StoredLetter(id_, one.stored_at, one.letter, streamed=one), known
 
     async def count_unrecorded(self) -> int:
-        """Return how many letters there are without a row."""
+        """Return the number of letters without a row."""
         return sum([not known async for _, known in self._read_stream(_EPOCH)])
 
 
 EFFECTS: Final = MappingProxyType({"replay": LetterOperations.replay, "drop": None})
-"""How each verb sends the messages of letters again before they are settled; None: it does not."""
+"""How each verb sends the messages of letters again before it settles them; None: it does not."""
 
 SENT_AGAIN: Final = frozenset(DEAD_LETTERS.verbs[verb].done for verb, send in EFFECTS.items() if send is not None)
 """The acts after which the message of a letter is under way again, under its `replay_id`."""
 
 
 async def _take_out(js: JetStreamContext, row: asyncpg.Record) -> None:
-    """Take a letter that was settled out of its stream; where that cannot be, its age does."""
+    """Delete a settled letter from its stream; where that fails, it stays there until its maximum age."""
     stream, sequence = str(row["stream"]), row["stream_sequence"]
     with suppress(NotFoundError, *NATS_ERRORS):
         found = await js.get_msg(stream, sequence)
         if (found.headers or {}).get(MESSAGE_ID, "").partition("/")[0] == row["letter_id"]:
-            # Without overwriting it, which takes a server that syncs always longer than all the rest of a replay.
+            # Without overwriting it: on a server that always syncs, that takes longer than the rest of a replay.
             request = msgspec.json.encode({"seq": sequence, "no_erase": True})
             await ask_api(js, f"STREAM.MSG.DELETE.{stream}", request)
 
@@ -430,7 +430,7 @@ def _place(cursor: str) -> tuple[datetime, bool, int]:
 
 
 def replay_id(letter: DeadLetter) -> str:
-    """Derive the message id of a letter's replay: the same each time, another for each further death."""
+    """Derive the message id of a letter's replay: the same each time, and another one after each further death."""
     message_id = letter.message_id or f"{letter.stream}.{letter.sequence}"
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
@@ -448,9 +448,9 @@ def _letter(row: asyncpg.Record) -> DeadLetter:
 
 
 async def count_letters(connection: Connection, js: JetStreamContext | None) -> dict[str, int]:
-    """Return how many letters of each context are to be settled, by the name of its stream; raises `PostroomError`.
+    """Return how many unsettled letters each context has, by the name of its stream; raises `PostroomError`.
 
-    Without `js`, those of the record.
+    Without `js`, only those of the record.
     """
     rows = await connection.fetch(QUERIES["count_letters"])
     counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}

@@ -1,4 +1,4 @@
--- The record of dead letters: keeping one, and what an operator asks and does. Publishing them is publishing/letters.sql.
+-- The record of dead letters: keeping one, and what an operator sees and does. Publishing them is publishing/letters.sql.
 
 -- name: keep
 -- One more letter: context, id, subject, time, the letter, its payload; the same death a second time changes nothing.
@@ -6,13 +6,12 @@ INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter,
 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (context, letter_id) DO NOTHING;
 
 -- name: list_letters
--- $5 letters of the context $1 that nobody has settled, oldest first, from behind the one of time $3 and number $4 on;
--- with their payloads if $2.
+-- $5 unsettled letters of the context $1, oldest first, after the one of time $3 and number $4; with their payloads if $2.
 SELECT id, died_at, letter, CASE WHEN $2 THEN payload END AS payload FROM postroom.dead_letters
 WHERE context = $1 AND settled_at IS NULL AND (died_at, id) > ($3, $4::bigint) ORDER BY died_at, id LIMIT $5;
 
 -- name: find_letters
--- Those of the letters $2 that are of the context $1 and that nobody has settled; with their payloads if $3.
+-- The unsettled ones of the letters $2 that are of the context $1; with their payloads if $3.
 SELECT id, died_at, letter, CASE WHEN $3 THEN payload END AS payload FROM postroom.dead_letters
 WHERE context = $1 AND settled_at IS NULL AND id = ANY ($2::bigint[]);
 
@@ -25,11 +24,11 @@ SELECT letter_id FROM postroom.dead_letters WHERE context = $1 AND letter_id = A
 SELECT EXISTS (SELECT FROM postroom.dead_letters WHERE context = $1);
 
 -- name: count_letters
--- How many letters of each context nobody has settled.
+-- How many unsettled letters each context has.
 SELECT context, count(*) AS letters FROM postroom.dead_letters WHERE settled_at IS NULL GROUP BY context ORDER BY context;
 
 -- name: lock_letters
--- Those of the letters $1 that nobody has settled; they are this transaction's now.
+-- The unsettled ones of the letters $1, locked by this transaction.
 SELECT id, letter, payload, letter_id, stream, stream_sequence FROM postroom.dead_letters
 WHERE id = ANY ($1::bigint[]) AND settled_at IS NULL ORDER BY id FOR UPDATE;
 
@@ -40,7 +39,7 @@ SET act = $2, settled_at = clock_timestamp(), settled_by = $3, why = $4, payload
 
 -- name: settle_unrecorded
 -- The same of letters of the context $1 that have no row, and get one: ids, subjects, times and letters $2 to $5, then act,
--- actor and reason. No row where somebody did that before.
+-- actor and reason. No row where that was done before.
 INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter, act, settled_at, settled_by, why)
 SELECT $1, letter_id, subject, died_at, letter, $6, clock_timestamp(), $7, $8
 FROM unnest($2::text[], $3::text[], $4::timestamptz[], $5::bytea[]) AS one (letter_id, subject, died_at, letter)

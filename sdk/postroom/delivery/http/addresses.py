@@ -1,9 +1,9 @@
-"""Which addresses a webhook may have: a tenant chooses them, and the worker stands inside the operator's network.
+"""Which addresses a webhook may have: a tenant chooses them, and the worker is inside the operator's network.
 
-Public addresses pass, and those in networks that the config allows (docs/contract/accept.md#accept-35). An address is
-judged twice: when a webhook is registered, so that whoever does it is told, and when a connection is opened, where the
-very address that is connected to counts. A name that has another address by then (DNS rebinding) is refused there, and
-so is whatever way of writing an address a URL may know.
+Public addresses are allowed, and those in networks of the config (docs/contract/accept.md#accept-35). An address is
+checked twice: when a webhook is registered, so that the registration fails with a reason, and when a connection is
+opened, where the actual address counts. That one also refuses a name with another address by then (DNS rebinding), and
+every other way of writing an address in a URL.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ AddressInfo: TypeAlias = tuple[int | socket.AddressFamily, int | socket.SocketKi
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[AddressInfo]]]  # of a name and a port; raises `OSError`
 
 _RESOLVE_SECONDS: Final = 5.0
-_NEXT_SECONDS: Final = 0.25  # after which the next address of a name is tried beside the one that is silent
+_NEXT_SECONDS: Final = 0.25  # after which the next address of a name is tried as well
 _PORTS: Final = {"http": 80, "https": 443}
 _NAMED: Final = {
     ip_network("169.254.169.254/32"): "a metadata",
@@ -57,29 +57,29 @@ class Guard:
     """Lets connections through to public addresses and to `allowed` networks."""
 
     def __init__(self, allowed: Iterable[Network] = (), *, resolve: Resolve = resolve) -> None:
-        """Have names turned into addresses by `resolve` at both moments."""
+        """`resolve` looks up names in both checks."""
         self.resolve = resolve
         self._allowed = tuple(allowed)
 
     async def check(self, url: str) -> None:
-        """Return where a webhook may have this address.
+        """Check that a webhook may have this address.
 
         Raises `InvalidMessage` (400, `invalid_webhook`) where it may not, `TryAgain` (503) while no name is resolved.
         """
         parts = _split(url)
         for address in await self._addresses(str(parts.hostname), parts.port or _PORTS[parts.scheme]):
-            if (refusal := self.refusal(address)) is not None:  # which one it is would tell of names inside
+            if (refusal := self.refusal(address)) is not None:  # naming it would reveal internal addresses
                 raise _invalid(f"{parts.hostname} cannot be used for a webhook: it has {refusal}")
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
-        """Make the socket for a connection to `info`; raises `OSError` (EACCES) where none may go there."""
+        """Make the socket for a connection to `info`; raises `OSError` (EACCES) where that is not allowed."""
         family, kind, protocol, _, address = info
         if (refusal := self.refusal(address[0])) is not None:
             raise OSError(errno.EACCES, f"{address[0]} is {refusal}")
         return socket.socket(family, kind, protocol)
 
     def refusal(self, address: str) -> str | None:
-        """Say what kind of address it is that nothing may be posted to; None where it may."""
+        """Return what kind of address it is where it is not allowed; None where it is."""
         found = _unmapped(ip_address(address))
         if any(found in network for network in self._allowed):
             return None
@@ -123,11 +123,11 @@ def dial_to(site: Site, tls: ssl.SSLContext | None, guard: Guard | None) -> Dial
 
 
 def _split(url: str) -> SplitResult:
-    """Take an address apart; raises `InvalidMessage` where nothing could be posted to it, or it holds credentials."""
+    """Parse an address; raises `InvalidMessage` where it cannot be posted to, or holds credentials."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in _PORTS and parts.hostname and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
+    except ValueError:  # an invalid port or IPv6 address
         usable = False
     if not usable or "\\" in url or parts.fragment:
         raise _invalid("give the webhook's address as http[s]://host[:port]/path, without a fragment")

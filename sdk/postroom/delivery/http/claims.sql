@@ -1,15 +1,15 @@
--- How a message shows where it stands: what the steps of a claim (sdk/postroom/claims) are filled with.
+-- How a row shows the state of its message: what the steps of a claim (sdk/postroom/claims) are filled with.
 
 -- name: taken
 -- Always; its commit waits for no disk, so that a Postgres that crashes may forget it (docs/contract/delivery.md#delivery-77).
 set_config('synchronous_commit', 'off', true) IS NOT NULL
 
 -- name: ended
--- Whether nobody attempts it any more.
+-- Whether it is not attempted any more.
 known.processed_at IS NOT NULL OR known.dead_at IS NOT NULL
 
 -- name: begin
--- What an attempt changes beside its owner.
+-- What an attempt changes in addition to its owner.
 leased_until = excluded.leased_until
 
 -- name: settle

@@ -4,15 +4,15 @@ A redirect is never followed, and no more of an answer is read than its limit: t
 the reason of a failure. Whatever a handler does, `call` returns an `Answer`, and `judge` reads it by the table of
 docs/contract/delivery.md#delivery-35:
 
-| the handler says                                  | the message is                                            |
+| the handler answers                               | the message is                                            |
 |---------------------------------------------------|-----------------------------------------------------------|
 | 2xx, 409                                          | processed                                                 |
 | 422                                               | dead                                                      |
 | 5xx, 408, 425, 429, no answer in time, none at all | waiting for its next attempt (`Retry-After` is honoured)  |
 | any other 4xx, a redirect                         | the same, so that a wrong deployment buries no stream     |
-| nothing: no connection came about                 | waiting, and this was no attempt                          |
+| nothing: no connection could be opened            | waiting, and this does not count as an attempt            |
 
-After the last attempt what would be waiting is dead too, with the reason `max_deliver`.
+After the last attempt a message that would wait is dead too, with the reason `max_deliver`.
 """
 
 import errno
@@ -40,8 +40,8 @@ from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES
 
-UNREACHABLE: Final = "handler_unreachable"  # the code of a call that found nobody
-UNTRUSTED: Final = "handler_untrusted"  # and of one whose connection could not be encrypted as it should be
+UNREACHABLE: Final = "handler_unreachable"  # the code of a call without a connection
+UNTRUSTED: Final = "handler_untrusted"  # and of one whose connection could not be encrypted
 NOBODY_THERE: Final = (UNREACHABLE, UNTRUSTED)
 POISON: Final = "poison"  # the reason of a message that its handler refused with 422
 
@@ -49,13 +49,13 @@ _ALREADY_PROCESSED: Final = 409
 _UNPROCESSABLE: Final = 422
 _SUCCESS: Final = range(200, 300)
 _IDLE_SECONDS: Final = 4.0  # shorter than servers keep an idle connection, so that a call rarely meets one being closed
-_IN_A_TARGET: Final = "/%!$&'()*+,;=:@~?"  # beside letters and digits
-_CONNECT_SHARE: Final = 0.75  # of the time for an answer, so that a call knows which of the two has run out
+_IN_A_TARGET: Final = "/%!$&'()*+,;=:@~?"  # in addition to letters and digits
+_CONNECT_SHARE: Final = 0.75  # of the time for an answer, so that the error can say which of the two has run out
 _REDIRECTS: Final = range(300, 400)
 
 
 class Answer(NamedTuple):
-    """What one call came to: a status, or none where no answer came; `code` and `detail` say why it failed."""
+    """The result of one call: a status, or None without an answer; `code` and `detail` say why it failed."""
 
     status: int | None
     code: str
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether there was anybody who could have handled the message."""
+        """Whether the handler was reached, and could have handled the message."""
         return self.code not in NOBODY_THERE
 
     @property
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 
 
 def judge(answer: Answer, delivery: Delivery, attempt: int, attempts: Attempts) -> Outcome:
-    """Turn the answer to attempt number `attempt` into what becomes of the message; somebody was reached."""
+    """Turn the answer of a reached handler to attempt number `attempt` into what becomes of the message."""
     if answer.status is not None and (answer.status in _SUCCESS or answer.status == _ALREADY_PROCESSED):
         return DONE
     if answer.status == _UNPROCESSABLE:
@@ -83,7 +83,7 @@ def judge(answer: Answer, delivery: Delivery, attempt: int, attempts: Attempts) 
 
 
 class _Problem(msgspec.Struct):
-    """What is of use in a handler's `application/problem+json`, or in FastAPI's errors."""
+    """The part that is used of a handler's `application/problem+json`, or of FastAPI's errors."""
 
     detail: object = None
 
@@ -112,7 +112,7 @@ class HandlerClient:
         dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
         self._pool = Pool(dial, idle_seconds=_IDLE_SECONDS)
         self._head = f"POST {target} HTTP/1.1\r\n{site.lines('postroom-consumer')}"
-        # All that comes before a request is sent, the look-up of a name too.
+        # The time until a request is sent, with the look-up of the name.
         self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class HandlerClient:
         await self._pool.close()
 
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Post one request, signed where there is a secret, and return what came of it."""
+        """Post one request, signed where there is a secret, and return its result."""
         try:
             if self._secret is not None:
                 headers = {**headers, **signed(self._secret, headers[IDEMPOTENCY_KEY], body, int(time.time()))}
@@ -132,12 +132,11 @@ class HandlerClient:
             return Answer(None, "handler_timed_out", detail)
         except OSError as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
-        except Exception as error:  # noqa: BLE001 - whatever a peer can make the event loop raise is a failed call
-            detail = f"{self.name} did not answer in HTTP ({clean(error_text(error))})"
-            return Answer(None, "handler_answer_invalid", detail)
+        except Exception as error:  # noqa: BLE001 - anything that a peer can make the event loop raise is a failed call
+            return Answer(None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(error_text(error))})")
 
     def _unreached(self, cause: OSError) -> Answer:
-        """Say why no connection came about; an address that the guard refuses is one that no waiting changes."""
+        """Return why there was no connection; an address that the guard refuses will not become allowed by waiting."""
         why = clean(cause.strerror or str(cause)) or f"none within {self._connect_seconds:g} s"
         if isinstance(cause, ssl.SSLError):  # its certificate, or ours
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {why}")
@@ -153,7 +152,7 @@ class HandlerClient:
             connecting=self._connect_seconds,
             limit=self._settings.max_answer_bytes,
             repeatable=False,  # a call that broke off may have had its effect, and counts as an attempt
-            cut=True,  # one that is longer, or breaks off, has still said its status
+            cut=True,  # an answer that is longer, or breaks off, still has its status
         )
         if answer.status in _SUCCESS:
             return Answer(answer.status, "", "")
@@ -168,7 +167,7 @@ class HandlerClient:
 def read_secret(file: Path | None) -> bytes | None:
     """Return the secret that `file` holds, without the white space around it; None where there is no file.
 
-    Raises `Fatal` (78) for a file that is missing, too short or open to everybody.
+    Raises `Fatal` (78) for a file that is missing, too short or open to every user.
     """
     if file is None:
         return None
@@ -190,7 +189,7 @@ def _place_of(url: str) -> tuple[Site, str]:
         if parts.username is None and not parts.fragment:
             target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
             return Site.of(f"{parts.scheme}://{parts.netloc}"), quote(target, safe=_IN_A_TARGET)
-    except ValueError:  # a port that is none, or a name
+    except ValueError:  # an invalid port, or an invalid name
         pass
     rule = "give the handler's address as http[s]://host[:port]/path, without user or fragment"
     raise Fatal(Exit.CONFIG, f"handler.url: {rule}")

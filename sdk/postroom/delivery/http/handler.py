@@ -2,22 +2,22 @@
 
     claim        the row in `inbox_messages` says whether this is an attempt, and leases it to us     (a statement)
     call         the handler is called, with the message id as its `Idempotency-Key`
-    settle       what it answered is written, if the lease still holds                                (a statement)
-    acknowledge  what is written is told to JetStream; a dead letter is kept before that
+    settle       the outcome is written, if the lease still holds                                     (a statement)
+    acknowledge  the outcome is reported to JetStream; a dead letter is kept before that
 
-Whatever crashes between two steps, the message is delivered again and the row says where it stands:
+After a crash between two steps the message is delivered again, and the row says which step is next:
 
 - before `settle` has committed, the handler is called again: at least once, with the same key each time;
 - after it, the handler is never called again: only the acknowledgement, or the dead letter, is made up for.
 
 So a handler that remembers the key (or answers 409) has each effect exactly once, and no two calls for one message are
-made at once by any number of consumers. A call that timed out is given up on this side; whether the handler still runs
-it, only the handler knows.
+made at once by any number of consumers. A call that timed out is given up on this side; only the handler knows whether
+it still runs.
 
-Attempts are counted here, by the row, whatever the server has counted: a message is claimed when it is about
-to be called, so a consumer that is killed uses up an attempt (`ack_timeout`) of those that it was calling, and of no
-other that it had in hand. A call for which no connection came about is not an attempt: it is given back, and calls
-pause until somebody can be reached.
+Attempts are counted here, by the row, and not by the server: a message is claimed when its handler is about to be
+called, so a consumer that is killed uses up an attempt (`ack_timeout`) of those that it was calling, and of no other
+that it had in hand. A call without a connection is not an attempt: it is given back, and calls pause until the handler
+can be reached.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ from postroom.delivery.settings import ConsumerSettings, InboxSettings, StreamSe
 
 _log = structlog.get_logger(__name__)
 
-PAUSES: Final = Backoff(0.5, 30.0, least=STEADY)  # after calls that found nobody
+PAUSES: Final = Backoff(0.5, 30.0, least=STEADY)  # after calls without a connection
 _CALL_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)  # seconds
 
-LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a consumer that died is over when the message comes again
+LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a killed consumer has ended when the message comes again
 _STOPPED: Final = Later("the consumer stopped before it called the handler", 0)
 _LEASE_RAN_OUT: Final = Later("the lease ran out before the attempt had ended", 0)
 
@@ -59,17 +59,17 @@ class Reach:
     """What is known of one handler, from the calls to it."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what the log calls the handler."""
+        """`name` is the handler's name in the log."""
         self.error: str | None = None  # why it cannot be reached; None while it can, as far as is known
         self._name = name
         self._since = 0.0
-        self._missed = 0  # calls in a row, of which each found nobody
+        self._missed = 0  # calls in a row without a connection
         self._next = 0.0  # when a call may be tried
         self._trying = False
 
     @property
     def away_seconds(self) -> float:
-        """For how long it has not been reached; 0 while it can be."""
+        """For how long it has been unreachable; 0 while it can be reached."""
         return 0.0 if self.error is None else time.monotonic() - self._since
 
     @property
@@ -105,14 +105,14 @@ class Reach:
         return max(self._next - time.monotonic(), 0.0)
 
     def reached(self) -> None:
-        """Take note of a call that somebody took, whatever the answer."""
+        """Note a call that reached the handler, whatever the answer."""
         if self.error is not None:
             _log.info("handler_reached", handler=self._name, away_seconds=round(self.away_seconds, 1))
         self.error = None
 
 
 class HandlerCounters:
-    """Everything since the process started."""
+    """Counts since the process started."""
 
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()  # by `http_<status>`, or the code of a call without an answer
@@ -147,7 +147,7 @@ class HttpHandler:
         calls_at_once: int,
         since: datetime | None = None,
     ) -> None:
-        """Post what happened after `since`, published late or again as it may be; what is older counts as handled."""
+        """Post what happened after `since`, whenever it was published; what is older counts as handled."""
         self.counters = HandlerCounters()
         self.reach = Reach(client.name)
         self._inbox = inbox
@@ -158,7 +158,7 @@ class HttpHandler:
         self._stopping = False
 
     def stop(self) -> None:
-        """Begin no further call: messages that wait for one are given back, those being called come to their end."""
+        """Begin no further call: messages that wait for one are given back, running calls finish."""
         self._stopping = True
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
@@ -186,7 +186,7 @@ class HttpHandler:
             await settle(delivery, outcome)
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
-        """Attempt the message when its turn has come, or learn that there is no need to."""
+        """Attempt the message when its turn has come, unless it is handled already, or held."""
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._slots)
             if self._stopping:
@@ -206,7 +206,7 @@ class HttpHandler:
                     return Later("another attempt is running", seconds)
 
     async def _attempt(self, incoming: Incoming, claim: Claim, turn: AsyncExitStack) -> Outcome:
-        """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""
+        """Call the handler, end the turn, and record the outcome, unless the lease ran out."""
         try:
             async with self._inbox.leases.holding(claim):
                 outcome, counts = await self._called(incoming, claim)
@@ -220,9 +220,9 @@ class HttpHandler:
         return _LEASE_RAN_OUT
 
     async def _called(self, incoming: Incoming, claim: Claim) -> tuple[Outcome, bool]:
-        """Call the handler; return what came of it, and whether that was an attempt.
+        """Call the handler; return the outcome, and whether that was an attempt.
 
-        There is no call where all attempts are used up: the last one ended without a word then.
+        There is no call where all attempts are used up: then the process of the last one was killed.
         """
         delivery = incoming.delivery
         if claim.attempt > delivery.most_attempts(self._attempts.most):
@@ -270,7 +270,7 @@ class PostingConsumer(Consumer):
 
     @property
     def room(self) -> int | None:
-        """As `Consumer` has it: a handler that cannot be reached wants none."""
+        """See `Consumer`; a handler that cannot be reached takes none."""
         return self.handler.reach.room
 
     async def stop(self) -> None:

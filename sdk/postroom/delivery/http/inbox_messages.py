@@ -1,10 +1,10 @@
-"""The inbox of one consumer in Postgres: which message is attempted by whom (docs/contract/delivery.md#delivery-31).
+"""The inbox of one consumer in Postgres: which process attempts which message (docs/contract/delivery.md#delivery-31).
 
 What makes a second delivery harmless is its row here, a claim (`postroom.claims`) under (source context, message id,
-consumer): skipped once processed, the next attempt before that (docs/contract/delivery.md#delivery-32).
+consumer): once processed it is skipped, before that it is the next attempt (docs/contract/delivery.md#delivery-32).
 
-A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost. Values that it will
-not have are another thing: asking again changes nothing, so what it raised (`REFUSED`) goes to whoever asked for them.
+An outage of Postgres is waited out, however long: it counts as no message's failure, and none is lost. Values that
+Postgres refuses would be refused again, so that error (`REFUSED`) is raised to the caller.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PARTS: Final = load_queries(__package__, "claims.sql")
 _GROUP: Final = 500  # messages in a statement
 _PAUSES: Final = Backoff(0.1, 5.0)  # between two tries
 _NOTHING_IS_OLDER: Final = datetime(1, 1, 1, tzinfo=UTC)
-# The planner cannot know how long the arrays are; by its guess it would read the whole table for a thousand messages.
+# The planner does not know the lengths of the arrays; by its guess it would read the whole table for 1,000 messages.
 _PLAN_BY_KEY: Final = {"enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off"}
 
 
@@ -106,18 +106,18 @@ class InboxMessages:
 
     @property
     def waiting_for_postgres(self) -> bool:
-        """Whether anything waits for a Postgres that is away."""
+        """Whether a query waits out an outage of Postgres."""
         return self._waiting > 0
 
     async def claim(self, incoming: Incoming) -> State:
         """Record the message where it is new, and begin an attempt where none is under way; each claim counts one.
 
-        So claim what is attempted at once: a process that is killed uses up an attempt of whatever it has claimed.
+        So claim only what is attempted at once: a process that is killed uses up an attempt of all that it has claimed.
         """
         return await self._claiming(incoming)
 
     async def settle(self, claim: Claim, outcome: Outcome, *, counts: bool = True) -> bool:
-        """End an attempt, or take back what was none; False where its lease had run out: it has settled nothing."""
+        """End an attempt, or take back one that does not count; False, with nothing settled, after its lease's end."""
         return await self._settling(Ended(claim.key, claim.owner, outcome, counts))
 
     async def renew(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -132,7 +132,7 @@ class InboxMessages:
         return await self._claims.claim(rows, str(uuid4()), self._lease_seconds)
 
     async def _fetch(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
-        """Run a query until Postgres has answered; raises what it raises at values that it refuses."""
+        """Run a query until Postgres has answered; raises its error for values that it refuses."""
         failures = 0
         try:
             while True:
@@ -156,10 +156,10 @@ class InboxMessages:
 class InboxRetention:
     """Sweeps the rows of the consumer `durable` of `stream`, once they cannot come again: `run` it as a task.
 
-    A message comes again for as long as its stream holds it (a consumer may be made anew, or have been killed before
-    it acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`). So a row
-    goes when it is older than both, and ended for `keep_days`. Rows of messages that are waiting stay. A sweep goes in
-    slices, and rests after each four times as long as it took; any number of processes may sweep.
+    A message can come again for as long as its stream holds it (a consumer may be created again, or have been killed
+    before it acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`).
+    So a row is deleted when it is older than both, and ended `keep_days` ago. Rows of messages that are waiting stay. A
+    sweep goes in slices, and rests after each four times as long as it took; any number of processes may sweep.
     """
 
     def __init__(self, pool: Pool, js: JetStreamContext, *, stream: str, durable: str, settings: InboxSettings) -> None:
@@ -171,7 +171,7 @@ class InboxRetention:
         self._settings = settings
 
     async def run(self) -> None:
-        """Sweep until cancelled; Postgres or NATS away ends a sweep, not the sweeper."""
+        """Sweep until cancelled; an outage of Postgres or NATS ends one sweep only."""
         while True:
             try:
                 await self.sweep()
@@ -194,8 +194,8 @@ class InboxRetention:
             await rest_since(started)
 
     async def _oldest(self) -> datetime | None:
-        """Return when the oldest message of the stream was stored, by any clock; None where it holds none."""
-        with suppress(NotFoundError):  # no such stream, or its first message went a moment ago: the next sweep is right
+        """Return when the oldest message of the stream was stored, by any clock; None where the stream is empty."""
+        with suppress(NotFoundError):  # no such stream, or its first message was just deleted: the next sweep sees it
             info = await self._js.stream_info(self._stream)
             if not info.state.messages:
                 return None

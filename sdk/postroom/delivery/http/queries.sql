@@ -12,7 +12,7 @@ SELECT consumer, count(*) AS messages FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL GROUP BY consumer;
 
 -- name: unreachable
--- Which consumers have messages that nobody was there to handle when they were tried last, and an error of each; $1: the
+-- Which consumers have messages whose handler was unreachable when they were tried last, and an error of each; $1: the
 -- codes that such an error begins with.
 SELECT consumer, max(last_error) AS error
 FROM postroom.inbox_messages

@@ -1,6 +1,6 @@
 """What a handler receives: a delivered message as a request (docs/contract/delivery.md#delivery-41).
 
-A message that can make no request is `Malformed`: it goes to the dead letters, since no handler could ever see it.
+A message that cannot be made a request is `Malformed`: it goes to the dead letters, since no handler could ever see it.
 """
 
 import re
@@ -27,7 +27,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Malformed(Exception):
-    """The message can make no request; `reason` is the word for the dead letter, the text is its sentence."""
+    """The message cannot be made a request; `reason` is the dead letter's reason, the text its error."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -44,7 +44,7 @@ class Incoming(NamedTuple):
 
     @property
     def causation_id(self) -> str | None:
-        """The id of the message that caused it, where it says one that a message can have."""
+        """The id of the message that caused it, where the header has a valid one."""
         cause = self.delivery.headers.get("X-Causation-Id", "")
         return cause if MESSAGE_ID.fullmatch(cause) else None
 
@@ -68,7 +68,7 @@ def read(delivery: Delivery) -> Incoming:
 
 
 def body(incoming: Incoming, consumer: str) -> bytes:
-    """Return the body of the request of a consumer; the payload stands in it byte for byte."""
+    """Return the body of the request of a consumer; it contains the payload byte for byte."""
     delivery = incoming.delivery
     headers = delivery.headers
     return _encode(
@@ -87,7 +87,7 @@ def body(incoming: Incoming, consumer: str) -> bytes:
 
 
 def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[str, str]:
-    """Return the request's headers but for the signature."""
+    """Return the request's headers without the signature."""
     made = {
         "Content-Type": "application/json",
         IDEMPOTENCY_KEY: incoming.message_id,
@@ -103,7 +103,7 @@ def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[st
 def posted(
     incoming: Incoming, consumer: str, attempt: int, last_error: str | None, form: HandlerFormat
 ) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a request in the form that its handler wants, but for the signature."""
+    """Return the body and the headers of a request in the form that its handler wants, without the signature."""
     made = headers(incoming, attempt, last_error)
     if form == "postroom":
         return body(incoming, consumer), made
@@ -114,7 +114,7 @@ def posted(
 
 
 def cloudevent(incoming: Incoming) -> CloudEvent:
-    """Return the CloudEvent that was sent, where the message came from one, else one that says what we say of it."""
+    """Return the CloudEvent that was sent, where the message came from one, else one made of what we know of it."""
     delivery = incoming.delivery
     try:
         envelope = msgspec.json.decode(msgspec.json.decode(delivery.data, type=AcceptedEvent).message, type=Envelope)
@@ -137,7 +137,7 @@ def cloudevent(incoming: Incoming) -> CloudEvent:
 
 
 def signed(secret: bytes, message_id: str, body: bytes, at: int) -> dict[str, str]:
-    """Return the headers that sign a request, `at` so many seconds since the epoch: ours, and Standard Webhooks'."""
+    """Return the headers that sign a request `at` a time (seconds since the epoch): ours, and Standard Webhooks'."""
     return {SIGNATURE: sign(secret, body, at), **standard_headers(secret, message_id, body, at)}
 
 

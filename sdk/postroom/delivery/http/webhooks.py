@@ -1,8 +1,8 @@
-"""Every webhook of a database, each with its consumer: what is registered begins, what is deleted ends, by polling.
+"""Every webhook of a database, each with its consumer: polling begins those that are registered and ends deleted ones.
 
-A consumer goes from JetStream when its webhook is gone: each worker deletes it after it has stopped its own part of it,
-so the last one does it for all; what a killed worker left behind, the next to start deletes. Its rows in the inbox go
-too.
+A consumer is deleted from JetStream with its webhook: each worker deletes it after it has stopped its own part of it,
+so the last one does it for all; what a killed worker left behind, the next to start deletes. Its rows in the inbox are
+deleted too.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries(__package__, "webhooks.sql")
 
-STRETCH: Final = 4096  # blocks of the inbox that one look reads for what to forget
+STRETCH: Final = 4096  # blocks of the inbox in which one look searches for rows to delete
 
 
 class Webhook(NamedTuple):
-    """A row of `mesh.webhook`, with the names of what it belongs to."""
+    """A row of `mesh.webhook`, with the names of its mesh and its topic."""
 
     id: str
     mesh: str
@@ -71,7 +71,7 @@ class WebhookConsumer(PostingConsumer):
         guard: Guard,
         took: Histogram,
     ) -> None:
-        """`stream` is the one that holds the mesh's events. Raises `Fatal` for a URL that nothing can be posted to."""
+        """`stream` holds the mesh's events. Raises `Fatal` for a URL that cannot be posted to."""
         self.webhook = webhook
         self.stream = stream
         self._pool = pool
@@ -86,7 +86,7 @@ class WebhookConsumer(PostingConsumer):
             ack_wait_seconds=settings.ack_wait_seconds,
             max_deliver=settings.max_deliver,
             max_ack_pending=_IN_HAND,
-            batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
+            batches_at_once=_IN_HAND,  # one slow call holds up no other message
             backoff=settings.backoff,
             since=webhook.created_at - CLOCK_SKEW,
         )
@@ -103,15 +103,15 @@ class WebhookConsumer(PostingConsumer):
         )
 
     async def made(self) -> None:
-        """Raise `NotFound` where the webhook is gone, `Unavailable` where Postgres does not tell.
+        """Raise `NotFound` where the webhook was deleted, `Unavailable` where Postgres cannot be asked.
 
-        A worker that knows it has deleted the consumer then, and forgotten what was posted. This one made it anew, and
-        would be given all of it again: it waits instead for its next look, which ends it.
+        A worker that knows of the deletion has deleted the consumer, and the rows of what was posted. This one created
+        the consumer again, and would get all messages again; instead it waits for its next look, which ends it.
         """
         try:
             there = await self._pool.fetchval(QUERIES["is_there"], self.webhook.id)
         except POSTGRES_ERRORS as error:
-            detail = f"nobody tells whether the webhook {self.webhook.id} is still there: {error_text(error)}"
+            detail = f"Postgres cannot be asked whether the webhook {self.webhook.id} still exists: {error_text(error)}"
             raise Unavailable.of("database_unavailable", detail, retryable=True) from error
         if not there:
             raise NotFound.of("webhook_not_found", f"the webhook {self.webhook.id} was deleted")
@@ -136,11 +136,11 @@ class Webhooks(Consumers[str, WebhookConsumer]):
         self._settings = settings
         self._guard = guard
         self._unusable: set[str] = set()
-        self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
-        self._block: int | None = 0  # of the inbox, where to go on looking for rows of webhooks that are gone
+        self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not known yet
+        self._block: int | None = 0  # of the inbox, where the search for rows of deleted webhooks goes on
 
     async def look(self, js: JetStreamContext) -> None:
-        """Begin what is new, end what is gone, delete what was left."""
+        """Begin new webhooks, end deleted ones, and delete what those left."""
         wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         if self._strays is None:
             self._strays = await self._find_strays(js)
@@ -162,8 +162,8 @@ class Webhooks(Consumers[str, WebhookConsumer]):
                     took=self.took,
                 )
             except NotFoundError:
-                continue  # nobody has declared it yet: the next look will find it
-            except Fatal as error:  # one row that is no good stops neither the others nor the worker
+                continue  # it is not declared yet: the next look will find it
+            except Fatal as error:  # an unusable row stops neither the others nor the worker
                 self._unusable.add(key)
                 _log.error("webhook_unusable", webhook=key, error=str(error))
                 continue
@@ -174,15 +174,15 @@ class Webhooks(Consumers[str, WebhookConsumer]):
                 await js.delete_consumer(stream, durable)
             self._strays.discard((stream, durable))
             self._block = 0
-        if self._block is not None:  # forget what webhooks that are gone were posted, in a stretch of the inbox
+        if self._block is not None:  # delete the rows of deleted webhooks in a stretch of the inbox
             blocks, end = await self._pool.fetchval(QUERIES["count_blocks"]), self._block + STRETCH
             await self._pool.execute(QUERIES["forget_removed"], (self._block, 0), (end, 0))
             self._block = end if end < blocks else None
 
     async def _find_strays(self, js: JetStreamContext) -> set[tuple[str, str]]:
-        """Find the consumers of webhooks that went while no worker ran.
+        """Find the consumers of webhooks that were deleted while no worker ran.
 
-        The webhooks are read after the consumers: one that another worker makes meanwhile has its row by then.
+        The webhooks are read after the consumers: a consumer that another worker creates meanwhile has its row by then.
         """
         found = set()
         for row in await self._pool.fetch(QUERIES["list_meshes"]):

@@ -1,4 +1,4 @@
--- The webhooks, out of the broker's tables: the one place in delivering that knows them.
+-- The webhooks, from the broker's tables; no other file of the room reads them.
 
 -- name: list_webhooks
 -- Every webhook, with what is needed to deliver to it.
@@ -20,8 +20,8 @@ SELECT slug FROM mesh.mesh;
 SELECT pg_relation_size('postroom.inbox_messages') / current_setting('block_size')::integer;
 
 -- name: forget_removed
--- Deletes the rows of webhooks that are gone from $1 up to $2: what was not finished nobody will, and no id is given a
--- second time. Nothing but the whole inbox tells which these are; a statement reads a stretch of it.
+-- Deletes the rows of deleted webhooks from $1 up to $2: what was not finished never will be, and no id is given a second
+-- time. Only the whole inbox shows which these are; a statement reads a stretch of it.
 DELETE FROM postroom.inbox_messages AS inbox
 WHERE inbox.ctid >= $1::tid AND inbox.ctid < $2::tid
   AND inbox.consumer ~ '^webhook__[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'

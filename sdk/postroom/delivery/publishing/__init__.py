@@ -1,6 +1,6 @@
-"""Publishing: what a database holds goes into JetStream, once and in order, and again where a stream loses it.
+"""Publishing: rows of a database go into JetStream, once and in order, and again where a stream loses them.
 
-Here is its seam: rows that must reach a stream, whatever the database. Publisher and record know a `Source` and nothing
+This is its interface: rows that must reach a stream, in any database. Publisher and record know a `Source` and nothing
 behind it. It has two forms: a table of Postgres (postgres.py: events, deliveries, dead letters), and an agent's SQLite
 store (agents/outgoing.py: what it emitted, and its dead letters).
 """
@@ -17,18 +17,18 @@ from postroom.delivery.settings import PublisherSettings
 class Outgoing(NamedTuple):
     """A message that is to be published; `place` counts within its aggregate, from 1."""
 
-    key: Any  # what its source knows it by
+    key: Any  # its source's name for it
     aggregate: str | int
     place: int
     attempts: int
     subject: str
     body: bytes
     headers: dict[str, str]
-    shorter: bytes | None = None  # the body where the server takes no message so large
+    shorter: bytes | None = None  # the body where the whole one is too large for the server
 
 
 class Place(NamedTuple):
-    """Where the server put a message: a number in a stream that was created then, perhaps at an earlier publish."""
+    """Where the server stored a message, perhaps at an earlier publish: a number in a stream, and its creation."""
 
     stream: str
     created_at: datetime
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A message that is nowhere: why, and after how many seconds it may be tried again."""
+    """A message that no stream stored: why, and after how many seconds it may be tried again."""
 
     message: Outgoing
     error: str
@@ -45,36 +45,36 @@ class Failed(NamedTuple):
 
 
 class Claim(Protocol):
-    """Messages in hand. Where the claim ends without `settle`, nothing has happened to their rows."""
+    """Messages in hand. Where the claim ends without `settle`, their rows are unchanged."""
 
     messages: Sequence[Outgoing]
-    more: bool  # whether others may be due although none is here
+    more: bool  # whether others may be due although this claim has none
 
     async def settle(
         self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing], failed: Sequence[Failed]
     ) -> bool:
-        """Note where messages are, and which are nowhere.
+        """Note where messages are, and which no stream stored.
 
-        A number that a stream gave to two messages is of neither: both are unpublished again, under the next epoch, for
-        the stream has lost one of them. Those of `placed` that are `gone` from their streams are unpublished again too,
+        Two messages to which a stream gave one number are both unpublished again, under the next epoch, since the
+        stream has lost one of them. Those of `placed` that are `gone` from their streams are unpublished again too,
         unless they are settled. Return whether any shared a number.
         """
         ...
 
 
 class Search(NamedTuple):
-    """A look for rows that a stream has lost: their places are beyond `bound`."""
+    """A search for rows that a stream has lost: their places are beyond `bound`."""
 
     loss: Literal["behind_the_end", "before_the_beginning", "of_another_stream"]
     stream: str
     created_at: datetime  # of that stream, as it is now
     bound: int  # its last number, or its first
     since: datetime  # what was published before is too old
-    until: datetime  # what was published after may not be there yet
+    until: datetime  # what was published after that may not be there yet
 
 
 class Placed(NamedTuple):
-    """What has a place in a stream: a message's id without the epoch, the epoch, and the number."""
+    """A message with a place in a stream: its id without the epoch, the epoch, and the number."""
 
     identity: str
     epoch: int
@@ -91,13 +91,13 @@ class Source(Protocol):
         ...
 
     async def now(self) -> datetime:
-        """Return the time by which it notes when something was published."""
+        """Return the time, by the clock that its times of publishing are taken from."""
         ...
 
     async def all_marked(self) -> bool:
         """Wait until what has been published by now is marked so; False where that cannot be known.
 
-        Then a search may miss what a publisher has under way, and is to be made again.
+        Then a search may miss what a publisher is publishing, and has to be repeated.
         """
         ...
 
@@ -108,16 +108,16 @@ class Source(Protocol):
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
     ) -> Placed | None:
-        """Return what has the highest place of a stream from `first` to `last`, but for the numbers `missing`."""
+        """Return the message with the highest number of a stream from `first` to `last`, without those in `missing`."""
         ...
 
     async def prune(self) -> None:
-        """Forget what was published so long ago that nothing asks about it."""
+        """Forget what was published so long ago that it is not needed any more."""
         ...
 
 
 def message_id(identity: str, epoch: int) -> str:
-    """Return the `Nats-Msg-Id`: fresh in each epoch, for a stream would swallow the old one; inboxes cut it off."""
+    """Return the `Nats-Msg-Id`: new in each epoch, since a stream would drop the old one; inboxes cut the epoch off."""
     return f"{identity}/{epoch}" if epoch else identity
 
 

@@ -1,6 +1,6 @@
--- The deliveries of messages to members, out of the broker's tables `mesh.delivery_queue`, `mesh.message` and
--- `mesh.member`: the one place in delivering that knows them. They are in the words of rows.sql; the aggregate is the
--- recipient, and its order that of the history.
+-- The deliveries of messages to members, from the broker's tables `mesh.delivery_queue`, `mesh.message` and
+-- `mesh.member`; no other file of the room reads them. They are in the words of rows.sql; the aggregate is the recipient,
+-- and its order that of the history.
 
 \set table mesh.delivery_queue
 \set key item.broker_message_id || '.' || item.recipient_id
@@ -17,7 +17,7 @@
 \set ended FALSE
 
 -- name: horizon
--- How far the histories of the recipients $1 are complete for the next statement, each mesh's: the meshes, the last number
+-- How far the histories of the meshes of the recipients $1 are complete for the next statement: the meshes, the last number
 -- of each, and the oldest transaction that may still write a lower one.
 SELECT array_agg(mesh_id) AS meshes, array_agg(last_history_id) AS last_history_ids, array_agg(oldest) AS oldest
 FROM mesh.history_horizon(ARRAY(SELECT DISTINCT mesh_id FROM mesh.member WHERE id = ANY ($1::integer[])));
@@ -93,7 +93,7 @@ SELECT * FROM (
 ) AS latest ORDER BY dropped_at, id;
 
 -- name: list_meshes
--- The meshes whose streams the worker looks after.
+-- The meshes whose streams the worker declares.
 SELECT slug FROM mesh.mesh ORDER BY slug;
 
 -- name: has_broker

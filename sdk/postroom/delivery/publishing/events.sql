@@ -1,4 +1,4 @@
--- Events, in the words of rows.sql, and what is asked of them alone.
+-- Events, in the words of rows.sql, and the queries that only they have.
 
 \set table postroom.outbox_events
 \set key item.id::text
@@ -16,8 +16,8 @@
 
 -- name: claim
 -- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least). `place` counts within the
--- aggregate: where a number is missing, a row is held by somebody else or not due, and nothing behind it may go. Each row
--- is looked up by itself (LATERAL): after a quiet time the planner believes that nothing is unpublished, and would join
+-- aggregate: where a number is missing, a row is held by another publisher or not due, and nothing behind it may go. Each
+-- row is looked up by itself (LATERAL): after a quiet time the planner estimates that nothing is unpublished, and would join
 -- every row with every other.
 WITH oldest AS MATERIALIZED (
   SELECT following.*, sum(bytes) OVER (ORDER BY position) - bytes AS bytes_before
@@ -48,7 +48,7 @@ DELETE FROM postroom.outbox_events WHERE id IN (
 );
 
 -- name: drop
--- Moves the events $1 out of the outbox, those that were refused and are unpublished; $2 does it, because of $3.
+-- Moves those of the events $1 out of the outbox that were refused and are unpublished; $2 does it, because of $3.
 WITH dropped AS (
   DELETE FROM postroom.outbox_events
   WHERE id = ANY ($1::text[]::uuid[]) AND published_at IS NULL AND publish_error IS NOT NULL

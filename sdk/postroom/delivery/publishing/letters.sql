@@ -1,5 +1,5 @@
--- Dead letters as they are published, in the words of rows.sql: each is an aggregate by itself, for there is no order
--- among them. What an operator has settled is neither published nor lost.
+-- Dead letters as they are published, in the words of rows.sql: each is an aggregate of its own, since they have no order.
+-- What an operator has settled is neither published nor lost.
 
 \set table postroom.dead_letters
 \set key item.id::text

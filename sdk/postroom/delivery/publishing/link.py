@@ -1,18 +1,18 @@
-"""A connection to JetStream: publishes batches pipelined and says of each message what became of it.
+"""A connection to JetStream: publishes batches pipelined and reports what became of each message.
 
 The connection does not come back by itself. One connection stores messages in the order in which they were sent, so
 that after a break exactly a beginning of the batch is in the stream; a client that reconnects would send what it still
-had in its buffer behind a part that was lost on the way.
+had in its buffer after a part that was lost on the way.
 
-What is many goes as an atomic batch (NATS 2.12, ADR-50), where all is for one stream: the server then syncs once
-instead of once for each message. It takes all of it or nothing. What it refuses, a batch with an id that it knows
-already among others, goes message by message.
+Many messages for one stream go as an atomic batch (NATS 2.12, ADR-50): the server then syncs once instead of once for
+each message. It accepts all of it or nothing. The messages of a batch that it refuses, such as one with a known id, are
+sent one by one.
 
-JetStream also tells of the calls that others make to it: it notes each on a subject of its own, for whoever listens
-(`Audit`). It tells it once, to those that are connected: what happened while nobody listened has to be assumed.
+JetStream also publishes an advisory about each call to its API (`Audit`). Only programs that are connected at that time
+get it: what happened while this one was not has to be assumed.
 
-Of the server's streams a connection has pictures, taken anew when they may be out of date: which takes a subject, what
-is no longer in one, and what its consumers have acknowledged.
+A connection has pictures of the server's streams, taken again when they may be out of date: which stream has a subject,
+what is no longer in one, and what its consumers have acknowledged.
 """
 
 import asyncio
@@ -40,25 +40,25 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_LOOK_SECONDS: Final = 0.1  # between two looks at whether the connection still stands
+_LOOK_SECONDS: Final = 0.1  # between two checks of the connection
 _HEADER_LINE: Final = b"NATS/1.0\r\n"
 _LINE_EXTRA: Final = 4  # bytes: a colon, a space, CR and LF
 _ATOMIC: Final = range(32, 1001)  # messages of an atomic batch: the server stages each in a file; 1,000 is its limit
 
-_FULL: Final = 0.9  # of its limit, from where on a stream may have made room by itself
+_FULL: Final = 0.9  # share of a limit from which on a stream may have deleted messages to make room
 _CACHED: Final = 10_000  # subjects
 _AGE_MARGIN: Final = timedelta(minutes=1)  # before its age limit, a message counts as gone by age
 _EVERYTHING: Final = ">"
 _DETAILS: Final = b'{"deleted_details":true}'
 _ANSWER_SECONDS: Final = 5.0
-MOST_HOLES: Final = 20_000  # that are asked for at each look; of a stream with more only the floors are known
+MOST_HOLES: Final = 20_000  # that are read at each look; of a stream with more only the floors are known
 
 ADVISORIES: Final = "$JS.EVENT.ADVISORY.API"
 
-# What takes messages out of a stream by hand, or may: the words of the call before the stream's name.
+# The calls that remove messages from a stream, or may: their words before the stream's name.
 _TAKING: Final = (("STREAM", "PURGE"), ("STREAM", "MSG", "DELETE"), ("STREAM", "UPDATE"), ("STREAM", "RESTORE"))
 
-Result = Place | str  # where it is, or why it is nowhere
+Result = Place | str  # where it is, or why no stream stored it
 
 
 class StreamPicture(NamedTuple):
@@ -72,12 +72,12 @@ class StreamPicture(NamedTuple):
     max_age_seconds: float | None
     subjects: re.Pattern[str]
     keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
-    work_queue: bool  # acknowledging a message takes it out too
-    atomic: bool  # it takes atomic batches
-    holes: int  # numbers behind the first message that are gone
+    work_queue: bool  # acknowledging a message removes it too
+    atomic: bool  # it accepts atomic batches
+    holes: int  # missing numbers after the first message
 
     def reach(self, horizon: timedelta) -> timedelta:
-        """Return up to which age, within the horizon, a message that is not there was lost and is not just too old."""
+        """Return up to which age, within the horizon, a missing message was lost and not deleted by age."""
         if self.max_age_seconds is None:
             return horizon
         return min(horizon, timedelta(seconds=self.max_age_seconds) - _AGE_MARGIN)
@@ -88,11 +88,11 @@ class Streams:
 
     def __init__(self) -> None:
         self.pictures: list[StreamPicture] = []
-        self.missing: frozenset[str] = frozenset()  # names of those that a cluster could not tell of just now
+        self.missing: frozenset[str] = frozenset()  # names of those that a cluster could not describe just now
         self._by_subject: dict[str, StreamPicture | None] = {}
 
     async def refresh(self, js: JetStreamContext) -> None:
-        """Take the picture anew; raises `PostroomError`."""
+        """Take the pictures again; raises `PostroomError`."""
         try:
             infos, self.missing = await all_streams(js)
         except Exception as error:
@@ -101,7 +101,7 @@ class Streams:
         self._by_subject.clear()
 
     def of(self, subject: str) -> StreamPicture | None:
-        """Return the stream that takes `subject`; None where none does, or it is one of those that are missing."""
+        """Return the stream that has `subject`; None where none does, or one that is missing does."""
         if subject not in self._by_subject:
             if len(self._by_subject) >= _CACHED:
                 self._by_subject.clear()
@@ -112,7 +112,7 @@ class Streams:
 
 def _picture(info: StreamInfo) -> StreamPicture:
     config, state = info.config, info.state
-    assert config.name is not None and info.created is not None  # noqa: S101, PT018 - every server tells them
+    assert config.name is not None and info.created is not None  # noqa: S101, PT018 - every server reports them
     return StreamPicture(
         config.name,
         info.created,
@@ -129,7 +129,7 @@ def _picture(info: StreamInfo) -> StreamPicture:
 
 
 def _keeps_all(info: StreamInfo) -> bool:
-    """Tell whether no limit but age takes messages out of a stream: it is far from all others."""
+    """Return whether no limit but age removes messages from a stream: it is far from all others."""
     config, state = info.config, info.state
     if config.retention == RetentionPolicy.INTEREST or _limit(config.max_msgs_per_subject) is not None:
         return False
@@ -142,7 +142,7 @@ def _limit(value: int | None) -> int | None:
 
 
 def subject_pattern(subjects: Sequence[str]) -> re.Pattern[str]:
-    """Return what matches, as a whole, the subjects that one of `subjects` takes, as NATS writes them."""
+    """Return a pattern whose full match is a subject that one of `subjects` (in the syntax of NATS) matches."""
     words = {"*": r"[^.]+", ">": ".+"}
     return re.compile(
         "|".join(r"\.".join(words.get(word) or re.escape(word) for word in subject.split(".")) for subject in subjects)
@@ -150,21 +150,21 @@ def subject_pattern(subjects: Sequence[str]) -> re.Pattern[str]:
 
 
 class Holes(NamedTuple):
-    """A stream by its creation: what is before its first number is not in it, nor what has one of these behind that."""
+    """The missing numbers of a stream, known by its creation: all before the first, and `numbers` after that."""
 
     created_at: datetime
     first_sequence: int
     numbers: frozenset[int]
 
     def holds(self, sequence: int) -> bool:
-        """Tell whether the message of that number is there."""
+        """Return whether the message of that number is there."""
         return sequence >= self.first_sequence and sequence not in self.numbers
 
 
 class Floors(NamedTuple):
-    """What is acknowledged of a stream, by its creation.
+    """What is acknowledged of a stream, known by its creation.
 
-    Up to a number all is, by the subjects for which that holds; and behind the first message each number that is gone.
+    By subjects, the number up to which everything is; and the missing numbers after the first message.
     """
 
     created_at: datetime
@@ -174,7 +174,7 @@ class Floors(NamedTuple):
 
 
 async def read_holes(js: JetStreamContext, stream: str) -> Holes:
-    """Ask which numbers are missing; raises `PostroomError`."""
+    """Read which numbers are missing; raises `PostroomError`."""
     connection, subject = connection_of(js), api_subject(js, f"STREAM.INFO.{stream}")
     try:
         answer = json.loads((await connection.request(subject, _DETAILS, timeout=_ANSWER_SECONDS)).data)
@@ -185,12 +185,12 @@ async def read_holes(js: JetStreamContext, stream: str) -> Holes:
             "nats_error", f"looking at {stream}: {answer['error'].get('description')}; see `postroom doctor`"
         )
     info = StreamInfo.from_response(answer)
-    assert info.created is not None  # noqa: S101 - every server tells it
+    assert info.created is not None  # noqa: S101 - every server reports it
     return Holes(info.created, info.state.first_seq, frozenset(info.state.deleted or ()))
 
 
 async def read_floors(js: JetStreamContext, stream: str) -> Floors:
-    """Ask what is acknowledged: what is before the first message, what consumers say of their subjects, what is gone.
+    """Read what is acknowledged: what is before the first message, what consumers report, and what is missing.
 
     Raises `PostroomError`.
     """
@@ -199,7 +199,7 @@ async def read_floors(js: JetStreamContext, stream: str) -> Floors:
         consumers = await all_consumers(js, stream)
     except Exception as error:
         raise from_nats(error, f"looking at {stream}") from error
-    assert info.created is not None  # noqa: S101 - every server tells it
+    assert info.created is not None  # noqa: S101 - every server reports it
     gone: tuple[tuple[int, int], ...] = ()
     if 0 < (info.state.num_deleted or 0) <= MOST_HOLES:
         holes = await read_holes(js, stream)
@@ -213,7 +213,7 @@ async def read_floors(js: JetStreamContext, stream: str) -> Floors:
 
 
 def _ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return the same numbers as ranges: most of what is gone lies side by side."""
+    """Return the same numbers as ranges: most missing numbers are adjacent."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:
@@ -246,16 +246,16 @@ _decode_call: Final = msgspec.json.Decoder(_Call).decode
 
 
 class Audit:
-    """Which streams somebody took messages out of, as heard on one connection; `noticed` is called at each."""
+    """The streams from which messages were removed, by the advisories of one connection; calls `noticed` at each."""
 
     def __init__(self, noticed: Callable[[], None]) -> None:
-        self.hears = False  # whether anything was heard at all: calls of one's own are told of too
-        self.before: set[tuple[str, datetime]] = set()  # the streams that were there before, by name and creation
+        self.hears = False  # whether any advisory came: this program's own calls have some too
+        self.before: set[tuple[str, datetime]] = set()  # the streams that existed before, by name and creation
         self._noticed = noticed
         self._streams: set[str] = set()
 
     async def hear(self, message: Msg) -> None:
-        """Take in one note."""
+        """Read one advisory."""
         self.hears = True
         try:
             call = _decode_call(message.data)
@@ -268,7 +268,7 @@ class Audit:
             self._noticed()
 
     def take(self, stream: str) -> bool:
-        """Tell whether messages were taken out of `stream` since this was last asked."""
+        """Return whether messages were removed from `stream` since the last call for it."""
         heard = stream in self._streams
         self._streams.discard(stream)
         return heard
@@ -322,7 +322,7 @@ class Link:
 
     @property
     def broken(self) -> bool:
-        """Whether it is of no more use."""
+        """Whether the connection was lost."""
         return not self._client.is_connected
 
     async def close(self) -> None:
@@ -330,7 +330,7 @@ class Link:
         await self._client.close()
 
     async def listen(self, audit: Audit) -> None:
-        """Have `audit` told of what is done to the streams from now on; raises `PostroomError`."""
+        """Have `audit` hear what is done to the streams from now on; raises `PostroomError`."""
         try:
             await self._client.subscribe(ADVISORIES, cb=audit.hear)
             await self._client.flush()
@@ -340,7 +340,7 @@ class Link:
         audit.before = {(stream.name, stream.created_at) for stream in self.streams.pictures}
 
     def refusal(self, message: Outgoing) -> str | None:
-        """Say why the server would not take a message, whatever its state; None where it would."""
+        """Return why the server would refuse a message in any state; None where it would accept it."""
         stream = self.streams.of(message.subject)
         if stream is None and self.streams.missing:
             names = ", ".join(sorted(self.streams.missing))
@@ -388,7 +388,7 @@ class Link:
     async def _send(
         self, messages: Sequence[Outgoing], headers: Sequence[dict[str, str]], *, answers: int
     ) -> list[_Ack | None]:
-        """Send `messages` in order and return the answers to the last of them; what none came to in time has None."""
+        """Send `messages` in order and return the answers to the last of them, None where none came in time."""
         clock = asyncio.get_running_loop().time
         batch = _Batch(self._sent, answers)
         self._sent += answers
@@ -398,7 +398,7 @@ class Link:
                 reply = f"{self._inbox}.{batch.first + index}" if index >= 0 else ""
                 try:
                     await self._client.publish(message.subject, message.body, reply=reply, headers=lines)
-                except Exception as error:  # noqa: BLE001 - whatever it was, this message and those after it are not sent
+                except Exception as error:  # noqa: BLE001 - after any error, this message and the rest are not sent
                     batch.answer(max(index, 0), _failure(from_nats(error, "publishing").problem.detail))
                     await self._client.close()
                     break
@@ -406,14 +406,14 @@ class Link:
             while not self.broken and not batch.complete.is_set() and (left := deadline - clock()) > 0:
                 await within(min(left, _LOOK_SECONDS), batch.complete)
         finally:
-            self._batches.remove(batch)  # a late answer is nobody's
+            self._batches.remove(batch)  # a late answer is ignored
         return batch.answers
 
     async def _acknowledged(self, reply: Msg) -> None:
         number = int(reply.subject.rpartition(".")[2])
         for batch in self._batches:
             if batch.first <= number < batch.first + len(batch.answers):
-                # Without data it is the server's word for it that nobody answers on that subject.
+                # Without data it is the server's own answer: no subscriber has that subject.
                 missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
                 batch.answer(number - batch.first, _decode_ack(reply.data) if reply.data else missing)
 
@@ -432,9 +432,9 @@ def _is_new(answer: _Ack) -> bool:
 
 
 def _made_anew(answer: _Ack | None, stream: StreamPicture | None, given: Mapping[str, int]) -> bool:
-    """Tell whether the picture is of an older stream: a new message has a higher number than all before it.
+    """Return whether the picture is of an older stream: a new message has a higher number than all before it.
 
-    `given` says which number each stream had given last when the message was sent: the picture may be from before.
+    `given` has the last number that each stream had given when the message was sent: the picture may be older.
     """
     if answer is None or stream is None or not _is_new(answer):
         return False

@@ -1,10 +1,11 @@
 """The Postgres form of a source: events, deliveries and dead letters are rows of the same kind.
 
-What is asked of every table is written once (rows.sql), in words that each table's own file says; what a row looks like
-as a message is a function each. A claim is one transaction: killed before its end, its rows are unpublished still.
+The queries of all tables are written once (rows.sql), in words that each table's own file defines; each table has a
+function that makes a message of a row. A claim is one transaction: killed before its end, it leaves its rows
+unpublished.
 
 Operators see and change what is not in its stream. What JetStream refuses, since no stream accepts it or it is too
-large, holds up its aggregate (of deliveries: its recipient) until somebody removes the cause, and is then published.
+large, holds up its aggregate (of deliveries: its recipient) until an operator removes the cause, and is then published.
 What can never be published is dropped: an event leaves the outbox and is kept whole, a delivery is noted, and its
 message stays in the history; who dropped it, and why, is kept with it.
 """
@@ -44,7 +45,7 @@ from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 QUERIES: Final = load_queries(__package__, "record.sql")
 LIMIT: Final = 1000  # that are listed, or that one request drops
-_STEP: Final = 5000  # rows of one table that one statement, or one transaction, has published again
+_STEP: Final = 5000  # rows of one table that one statement, or one transaction, makes unpublished again
 _SET: Final = re.compile(r"^\\set ([a-z]+) (.+)\n", re.MULTILINE)
 _WORD: Final = re.compile(r"(?<![:\w]):([a-z]+)\b")
 _encode: Final = msgspec.json.Encoder().encode
@@ -52,7 +53,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its queries, what sorts before each of its aggregates, and how a row becomes a message."""
+    """One table: its queries, a value that sorts before all its aggregates, and how a row becomes a message."""
 
     name: str
     queries: dict[str, str]
@@ -61,7 +62,7 @@ class Table:
 
 
 def _queries(file: str) -> dict[str, str]:
-    """Load what is asked of every table in the words of one, and what is asked of that one alone."""
+    """Load the queries of all tables in the words of one, and that table's own queries."""
     texts = read_sql(__package__, "rows.sql"), read_sql(__package__, file)
     words = {name: value for text in texts for name, value in _SET.findall(text)}
 
@@ -81,7 +82,7 @@ def _event(row: asyncpg.Record) -> Outgoing:
     for name, value in (
         ("X-Correlation-Id", row["correlation_id"]),
         ("X-Causation-Id", row["causation_id"]),
-        ("traceparent", read_traceparent(row["traceparent"])),  # it is the application's, and was not looked at before
+        ("traceparent", read_traceparent(row["traceparent"])),  # it is the application's, and was not checked before
     ):
         if value is not None:
             headers[name] = str(value)
@@ -155,7 +156,7 @@ def _key(message: Outgoing) -> str:
 
 
 class PostgresSource:
-    """One table of a database, as publisher and record see it."""
+    """One table of a database, as publisher and record use it."""
 
     def __init__(self, pool: Pool, table: Table, settings: RecordSettings) -> None:
         self.name = table.name
@@ -168,10 +169,10 @@ class PostgresSource:
 
     @asynccontextmanager
     async def claim(self, limits: PublisherSettings) -> AsyncIterator[PostgresClaim]:
-        """Take the oldest messages of some aggregates in hand that no other publisher has.
+        """Claim the oldest messages of some aggregates that no other publisher holds.
 
-        The claims go round and round, so that no aggregate is left out. Where one found nothing, the next asks first
-        whether anything waits: that is one round trip, and a transaction three.
+        Claims go through the aggregates in a circle, so that none is left out. After one that found nothing, the next
+        first asks whether anything waits: that is one round trip, and a transaction three.
         """
         queries = self.table.queries
         async with self.pool.acquire() as connection, AsyncExitStack() as held:
@@ -200,7 +201,7 @@ class PostgresSource:
         return await now(self.pool)
 
     async def all_marked(self) -> bool:
-        """Wait, but not long, for the publishers that have published already."""
+        """Wait briefly for the publishers that have published already."""
         return await all_marked(self.pool)
 
     async def requeue_lost(self, search: Search) -> int:
@@ -212,13 +213,13 @@ class PostgresSource:
             )
 
     async def requeue_taken_out(self, stream: str, holes: Holes, since: datetime) -> int:
-        """Make unpublished what is above the floors of a work queue and no longer in it; return how many messages."""
+        """Make unpublished what is above the floors of a work queue and no longer in it; return how many that were."""
         bounds = stream, holes.created_at, holes.first_sequence, list(holes.numbers), since
         async with self.pool.acquire() as connection:
             return await self.requeue(connection, "find_taken_out", *bounds)
 
     async def requeue(self, connection: Connection, find: str, *bounds: Any) -> int:
-        """Requeue what a query finds, step by step: what is requeued, or published again since, is not found again."""
+        """Requeue what a query finds, in steps: what is requeued, or published again since, is not found again."""
         requeued = 0
         while keys := [row[0] for row in await connection.fetch(self.table.queries[find], *bounds, _STEP)]:
             await connection.execute(self.table.queries["requeue"], keys)
@@ -228,13 +229,13 @@ class PostgresSource:
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
     ) -> Placed | None:
-        """Return what has the highest place of a stream in a range."""
+        """Return the message with the highest number of a stream in a range."""
         query = self.table.queries["newest_at"]
         row = await self.pool.fetchrow(query, stream, created_at, first, last, list(missing))
         return None if row is None else Placed(*row)
 
     async def prune(self) -> None:
-        """Delete the events whose time is over; letters stay until they are settled, deliveries go with messages."""
+        """Delete events older than `keep_days`; letters stay until they are settled, deliveries go with messages."""
         query = self.table.queries.get("prune")
         if query is not None:
             before = await self.now() - self._keep
@@ -243,7 +244,7 @@ class PostgresSource:
 
 
 async def sources_of(pool: Pool, settings: RecordSettings | None = None) -> list[PostgresSource]:
-    """Return what there is to publish in a database: deliveries only where it is a broker's."""
+    """Return the sources of a database: deliveries only where it is a broker's."""
     has_broker = await pool.fetchval(DELIVERIES.queries["has_broker"])
     tables = TABLES if has_broker else (EVENTS, LETTERS)
     return [PostgresSource(pool, table, settings or RecordSettings()) for table in tables]
@@ -256,7 +257,7 @@ async def now(database: Pool | Connection) -> datetime:
 
 
 async def all_marked(pool: Pool) -> bool:
-    """Wait until what has been published by now is marked so; False where a publisher takes too long over that."""
+    """Wait until what has been published by now is marked so; False where a publisher takes too long."""
     try:
         async with pool.acquire() as connection, connection.transaction():
             await connection.execute(QUERIES["wait_briefly"])
@@ -267,14 +268,14 @@ async def all_marked(pool: Pool) -> bool:
 
 
 async def declare_subjects(pool: Pool, subjects: Sequence[str]) -> None:
-    """Note that a stream is declared for these: `postroom.emit` takes them though no mesh has their name."""
+    """Note that a stream is declared for these: `postroom.emit` accepts them though no mesh has their name."""
     patterns = [f"^({subject_pattern([one]).pattern})$" for one in subjects]
     if subjects:
         await pool.execute(QUERIES["declare_subjects"], list(subjects), patterns)
 
 
 async def list_failing(connection: Connection, table: Table, context: str | None = None) -> FailingPage:
-    """Return the oldest of a table that are refused, of one context or of all."""
+    """Return the oldest rows of a table that are refused, of one context or of all."""
     rows = await connection.fetch(table.queries["list_failing"], context, LIMIT + 1)
     return FailingPage(failing=[Failing(**row) for row in rows[:LIMIT]], more=len(rows) > LIMIT)
 
@@ -282,9 +283,9 @@ async def list_failing(connection: Connection, table: Table, context: str | None
 async def find_failing(
     connection: Connection, table: Table, wanted: RefusedFilter, context: str | None, after: str | None
 ) -> tuple[list[str], str | None]:
-    """Return the ids of those that are wanted and refused, from behind one on, and the last of them if there are more.
+    """Return the ids of wanted rows that are refused, after one, and the last of them if there are more.
 
-    Raises `NotFound` where one that is named is not refused.
+    Raises `NotFound` where a named one is not refused.
     """
     values = context, wanted.subject, wanted.older_than_seconds, wanted.ids, after, LIMIT + 1
     ids = [row["id"] for row in await connection.fetch(table.queries["find_failing"], *values)]
@@ -295,7 +296,7 @@ async def find_failing(
 
 
 async def drop_failing(connection: Connection, table: Table, ids: Sequence[str], *, actor: str, reason: str) -> None:
-    """Drop them in the caller's transaction; raises `NotFound`, and is to drop none, where one is not refused."""
+    """Drop rows in the caller's transaction, which has to roll back on `NotFound`: one of them is not refused."""
     for text in ids:
         if _ID[table.name].fullmatch(text) is None:
             raise not_failing(table.name, text)
@@ -306,7 +307,7 @@ async def drop_failing(connection: Connection, table: Table, ids: Sequence[str],
 
 
 EFFECTS: Final = MappingProxyType({"drop": drop_failing})
-"""What each verb does to what is refused."""
+"""What each verb does to refused rows."""
 
 
 async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
@@ -335,9 +336,9 @@ async def redrive(
     dry_run: bool = False,
     tables: Sequence[Table] = TABLES,
 ) -> tuple[list[Redriven], bool]:
-    """Have what was published before `until` and is wanted published again, in the caller's transaction.
+    """Have wanted rows that were published before `until` published again, in the caller's transaction.
 
-    Says how many of each table, at most some thousand, and whether there are more; a dry run counts them all.
+    Returns how many of each table, at most some thousand, and whether there are more; a dry run counts them all.
     """
     found, more = [], False
     for table in tables:

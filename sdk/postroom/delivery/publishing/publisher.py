@@ -6,19 +6,19 @@ One claim holds a batch, which is published, and settled by what the server has 
     publish  pipelined on one connection or in one atomic batch, each message under its own id (`Nats-Msg-Id`)
     settle   published, and the place in the stream; or the attempt, the error and the time of the next one
 
-Killed before the publish, nothing has happened; after it, the rows are unpublished still, and the next publisher sends
-them again under the same ids, which the stream swallows within its duplicate window, and every inbox after that. What
-it swallows and has no longer is published once more, under the next epoch.
+Where a publisher is killed before the publish, nothing has happened. After it, the rows are still unpublished, and the
+next publisher sends them again under the same ids, which the stream drops within its duplicate window, and every inbox
+after that. A message that the stream drops but no longer has is published once more, under the next epoch.
 
 The order of an aggregate is kept, however many publishers there are:
 
 - Its advisory lock is held from before its rows are read until their marks are committed, and the rows are read by a
   second statement, which sees all that the lock's last holder has committed.
-- Only an unbroken beginning of its unpublished rows is sent. Behind a row that is not due yet, is held by somebody
-  else, or cannot be published at all, its other rows wait; other aggregates do not.
+- Only an unbroken beginning of its unpublished rows is sent. Behind a row that is not due yet, is held by another
+  publisher, or cannot be published at all, its other rows wait; other aggregates do not.
 - Of a batch that breaks off, a beginning is in the stream (see `Link`); the rest is sent again, in order.
 
-One case remains: a server that refuses one message for want of space and then takes a later one of the same batch.
+One case remains: a server that refuses one message for lack of space and then accepts a later one of the same batch.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ _log = structlog.get_logger(__name__)
 
 _MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
-_REFRESH_SECONDS: Final = 30.0  # how old the picture of the streams may be: each look costs the server a list of all
+_REFRESH_SECONDS: Final = 30.0  # how old the picture of the streams may be: a refresh makes the server list them all
 CHANNEL: Final = "postroom_outbox"  # of the bell
 _PAUSES: Final = Backoff(0.5, 30.0)  # between two tries to listen
-_LEAST_REST_SECONDS: Final = 0.05  # after a batch, where nobody wakes it: a look costs three round trips
+_LEAST_REST_SECONDS: Final = 0.05  # after a batch, unless the publisher is woken: a look costs three round trips
 
 Placed = list[tuple[Outgoing, Place]]
 
@@ -59,11 +59,11 @@ class PublisherCounters:
     published: int = 0
     failed: int = 0
     batches: int = 0
-    trouble: str | None = "it has not begun"  # what stands in the way, as a sentence
+    trouble: str | None = "it has not started"  # why nothing is published, as a sentence
 
 
 class Pace:
-    """The rests between two looks at a backlog that nobody calls for: as long as nothing came, up to `most` seconds."""
+    """The rests between looks without a ring of the bell: as long as the quiet time before, up to `most` seconds."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -92,7 +92,7 @@ class Publisher:
     ) -> None:
         """Call `opened` with each new connection, whose name is `name`, before anything is published on it.
 
-        What comes within `apart` seconds after a batch has begun waits, and goes together.
+        Rows that come within `apart` seconds after a batch has begun wait, and are published together.
         """
         self.source = source
         self.counters = PublisherCounters()
@@ -110,16 +110,17 @@ class Publisher:
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Publish until `stop`; NATS or Postgres away is waited out."""
+        """Publish until `stop`; outages of NATS or Postgres are waited out."""
         clock, pace = asyncio.get_running_loop().time, Pace(self._settings.idle_seconds)
         while not self._stop.is_set():
             began, called = clock(), self._woken.is_set()
-            self._woken.clear()  # whoever wakes it from here on has written what this look may not see
+            self._woken.clear()  # a wake from here on is for rows that this look may not see
             pausing = self._woken
             try:
                 async with self._working:
                     moved = await self.step()
-                # What it was called for may be held up by what nobody calls for: an accept that fails, say.
+                # The rows that it was woken for may be held up by an event without a ring, such as an accept that
+                # fails.
                 pause = pace.rest(clock(), moved=moved > 0 or called)
                 self.counters.trouble = None
             except (PostroomError, *POSTGRES_ERRORS) as failure:
@@ -127,14 +128,14 @@ class Publisher:
                 if error != self.counters.trouble:  # an outage repeats one error at every try
                     _log.warning("publishing_failed", source=self.source.name, error=error)
                 self.counters.trouble = error
-                pause, moved, pausing = _TROUBLE_SECONDS, 0, self._stop  # waking it changes nothing
+                pause, moved, pausing = _TROUBLE_SECONDS, 0, self._stop  # waking it would not help
             if moved < _MANY:
                 await within(in_step(pause), pausing)
                 if moved and (early := began + self._apart - clock()) > 0:
                     await within(early, self._stop)
 
     def wake(self) -> None:
-        """Have it look now: rows were committed. What comes while a batch is under way goes together in the next."""
+        """Have it look now: rows were committed. Those that come during a batch go together into the next one."""
         self._woken.set()
 
     async def stop(self) -> None:
@@ -161,7 +162,7 @@ class Publisher:
         """
         link = await self.connected()
         if not link.streams.missing and any(link.streams.of(message.subject) is None for message in claim.messages):
-            await link.streams.refresh(link.js)  # it may have come since: nobody is to declare what is there
+            await link.streams.refresh(link.js)  # the stream may be new: else an operator is asked to declare it
         ready, refused = _split(claim.messages, link.refusal)
         began = time.time_ns()
         placed: Placed = []
@@ -190,7 +191,7 @@ class Publisher:
         if shared:
             _log.warning("numbers_given_twice", source=self.source.name)
         if shared or failed:
-            self._looked = 0.0  # a stream may have come or gone, or is not the one that it was
+            self._looked = 0.0  # a stream may have been created, deleted or created again
         self.counters.batches += 1
         self.counters.published += len(placed)
         self.counters.failed += len(failed)
@@ -203,7 +204,7 @@ class Publisher:
         return placed, failed
 
     async def connected(self) -> Link:
-        """Return a connection that stands, with a picture of the streams that is not old; raises `PostroomError`."""
+        """Return an open connection with a recent picture of the streams; raises `PostroomError`."""
         async with self._connecting:
             now = asyncio.get_running_loop().time()
             if self._link is None or self._link.broken:
@@ -222,9 +223,9 @@ class Publisher:
 
 
 async def _gone(link: Link, placed: Placed) -> list[Outgoing]:
-    """Return the messages that a stream knows from an earlier publish, and no longer has: it took nothing now.
+    """Return the messages that a stream dropped as duplicates, and no longer has.
 
-    They were taken out before anybody noted them as published, or acknowledged, which only the record may know.
+    They were deleted before they were marked as published, or acknowledged; only the record knows which.
     """
     known = [(message, place) for message, place in placed if place.duplicate]
     holes = {name: await read_holes(link.js, name) for name in {place.stream for _, place in known}}
@@ -236,7 +237,7 @@ def _split(
 ) -> tuple[list[Outgoing], list[tuple[Outgoing, str]]]:
     """Return what may be sent, and the first of each aggregate that can't be; nothing behind a gap is in either.
 
-    Where only the shorter form of a message may be sent, it is that.
+    Where only the shorter form of a message may be sent, it is in the list in that form.
     """
     next_place: dict[str | int, int] = {}
     ready, refused = [], []
@@ -259,25 +260,25 @@ def _split(
 class Bell:
     """Wakes the publishers of one process as soon as there is something to publish.
 
-    Whoever has committed rows rings it by `NOTIFY` (docs/contract/delivery.md#delivery-86), with the name of the source
-    (`events`, say), or without one for all. It is rung after the commit, by a statement of its own: a transaction that
-    notifies holds a lock of the whole database until it ends, so that commits with rows in them would queue. Nothing is
-    lost with a ring that is not heard: publishers look by themselves too, only later.
+    A program that has committed rows rings it by `NOTIFY` (docs/contract/delivery.md#delivery-86), with the name of the
+    source, such as `events`, or without one for all. It is rung after the commit, by a statement of its own: a
+    transaction that notifies holds a lock of the whole database until it ends, so that commits with rows in them would
+    queue. Nothing is lost with a ring that is not heard: publishers look by themselves too, only later.
     """
 
     def __init__(self, pool: Pool, publishers: Sequence[Publisher]) -> None:
-        """One connection of `pool` is the bell's while it runs."""
+        """Use one connection of `pool` while it runs."""
         self._pool = pool
         self._publishers = publishers
 
     def ring(self, source: str = "") -> None:
-        """Wake the publisher of a source of this process, or all."""
+        """Wake the publisher of a source in this process, or all."""
         for publisher in self._publishers:
             if source in ("", publisher.source.name):
                 publisher.wake()
 
     async def run(self) -> None:
-        """Listen until cancelled; a connection that breaks is replaced, and what rang meanwhile is made up for."""
+        """Listen until cancelled; a connection that breaks is replaced, and all publishers are woken then."""
         failures = 0
 
         def heard(_connection: Any, _pid: int, _channel: str, source: object) -> None:

@@ -1,22 +1,22 @@
 """The record: what JetStream has lost is published again (docs/contract/delivery.md#delivery-21).
 
 A server that loses power may lose the newest messages of a stream, or the whole stream; an operator may purge or delete
-one. Whatever was published says in its row into which stream it went (the name, and when that stream was created) and
-which number it got, so that comparing with the stream shows what is gone:
+one. The row of a published message keeps its stream (the name, and when that stream was created) and its number there,
+so that comparing with the stream shows what is lost:
 
     the stream was created at another time      everything that went into the other one
     its last number is smaller than a row's     the newest
     another message has a row's number          the same, where others have published since
-    its first number is larger than a row's     it was purged; only where nothing but age takes messages out of it
-    it gives a number away a second time        one of the two (the publisher sees that when it settles a claim)
+    its first number is larger than a row's     it was purged; only where nothing but age removes messages from it
+    it gives out a number a second time         one of the two (the publisher sees that when it settles a claim)
 
-What is gone, is younger than the horizon, and was not settled (which each form of a source knows in its own way)
-becomes unpublished again, under the next epoch. The publisher does the rest. Where a comparison takes for lost what is
-there, the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
+What is lost, is younger than the horizon, and was not settled (which each form of a source knows in its own way)
+becomes unpublished again, under the next epoch. The publisher does the rest. Where a comparison wrongly takes a message
+for lost, the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
 
-What a comparison cannot see: messages taken out of a work queue (their absence is how it says that they are done), and
-single messages deleted from the middle of another stream. Of the first `WorkQueues` sees what went from Postgres; an
-operator has the rest published again by hand.
+What a comparison cannot see: messages removed from a work queue (which removes them when they are done, too), and
+single messages deleted from the middle of another stream. `WorkQueues` sees the first, as far as they came from
+Postgres; an operator has the rest published again by hand.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from postroom.delivery.settings import RecordSettings
 
 _log = structlog.get_logger(__name__)
 
-_TOLD_SECONDS: Final = 1.0  # after a purge it was told of: many times what a server needs
+_ADVISORY_SECONDS: Final = 1.0  # longest time between a purge and its advisory, many times what a server needs
 
 
 class Record:
@@ -65,15 +65,16 @@ class Record:
     async def compare(self, link: Link) -> int:
         """Make unpublished what the streams have lost; return how many messages that were. Raises `PostroomError`.
 
-        The time is taken before the streams are looked at: what was published by then, they must have. What a stream
-        lost with its beginning, or as a whole, may be marked as published only after the look; that is waited for, and
-        counts where the streams are the same afterwards: one made anew meanwhile has what was marked since.
+        The time is taken before the streams are read: what was published by then, they must have. What a stream lost
+        with its beginning, or as a whole, may be marked as published only after they were read. So that is waited for,
+        and counts where the streams are the same afterwards: one that was created again meanwhile has what was marked
+        since.
         """
         untils = [await source.now() for source in self._sources]
         await link.streams.refresh(link.js)
         pictures = link.streams.pictures
         seen = {(stream.name, stream.created_at) for stream in pictures}
-        changed = any(self._made_anew(stream) or self._shortened(stream) for stream in pictures)
+        changed = any(self._recreated(stream) or self._shortened(stream) for stream in pictures)
         requeued, all_complete = 0, True
         for source, until in zip(self._sources, untils, strict=True):
             marked, complete = until, not changed
@@ -87,7 +88,7 @@ class Record:
                 for search in self._searches(stream, until, marked):
                     requeued += await self._requeue(source, search)
                 if link is not self._link or not stream.work_queue:  # which may have more holes than messages
-                    # the newest that the server has lost, where others have filled their places before this comparison
+                    # the newest messages that the server has lost, where others have got their numbers by now
                     first = await _first_displaced(link.js, source, stream)
                     if first is not None:
                         place = stream.name, stream.created_at, first - 1
@@ -101,7 +102,7 @@ class Record:
         return requeued
 
     async def prune(self) -> None:
-        """Forget what was published so long ago that nothing asks about it."""
+        """Forget what was published so long ago that it is not needed any more."""
         for source in self._sources:
             await source.prune()
 
@@ -113,38 +114,38 @@ class Record:
         return found
 
     def _searches(self, stream: StreamPicture, until: datetime, marked: datetime) -> list[Search]:
-        """Return the searches that may find something."""
+        """Return the searches that can find something."""
         place, since = (stream.name, stream.created_at), until - self.horizon
         searches = [Search("behind_the_end", *place, stream.last_sequence, since, until)]
-        if self._made_anew(stream):
+        if self._recreated(stream):
             searches.append(Search("of_another_stream", *place, 0, since, marked))
         if self._shortened(stream):
             since = until - stream.reach(self.horizon)
             searches.append(Search("before_the_beginning", *place, stream.first_sequence, since, marked))
         return searches
 
-    def _made_anew(self, stream: StreamPicture) -> bool:
+    def _recreated(self, stream: StreamPicture) -> bool:
         before = self._compared.get(stream.name)
         return before is None or before.created_at != stream.created_at
 
     def _shortened(self, stream: StreamPicture) -> bool:
-        """Tell whether a stream begins elsewhere than it did, and not because it was full."""
+        """Return whether a stream begins at another number than before, and not because it was full."""
         before = self._compared.get(stream.name)
         begins_elsewhere = before is None or before.first_sequence != stream.first_sequence
         return begins_elsewhere and stream.keeps_all and not stream.work_queue
 
 
 async def _first_displaced(js: JetStreamContext, source: Source, stream: StreamPicture) -> int | None:
-    """Return the first number that was noted and is another message's now; None where there is none.
+    """Return the first noted number that is another message's now; None where there is none.
 
-    A loss takes the newest of a stream. So up to some number all is there that was published under it, and behind that
-    nothing: a bisection finds the border with few looks, and where nothing was lost the first one says so. A number
-    without a message says nothing: that was acknowledged, or deleted by hand.
+    A loss takes the newest messages of a stream. So up to some number all noted messages are there, and after it none:
+    a bisection finds that number with few requests, and with one where nothing was lost. A number without a message
+    shows nothing: that message was acknowledged, or deleted by hand.
     """
     holes = Holes(stream.created_at, stream.first_sequence, frozenset())
 
     async def newest_up_to(sequence: int) -> tuple[Placed, bool] | None:
-        """Return the newest row up to a number that has any message, and whether it is that message."""
+        """Return the newest row up to a number that the stream has a message for, and whether it is the row's."""
         nonlocal holes
         place = stream.name, stream.created_at, holes.first_sequence, sequence
         while (noted := await source.newest_at(*place, sorted(holes.numbers))) is not None:
@@ -153,13 +154,13 @@ async def _first_displaced(js: JetStreamContext, source: Source, stream: StreamP
                 return noted, found == message_id(noted.identity, noted.epoch)
             missing = await read_holes(js, stream.name)  # at once: a work queue has many
             if missing.created_at != stream.created_at:
-                return None  # it was made anew: what went into the other one is found by the next comparison
+                return None  # it was created again: the next comparison finds what went into the old one
             holes = missing._replace(numbers=holes.numbers | missing.numbers | {noted.sequence})
             place = stream.name, stream.created_at, holes.first_sequence, sequence
         return None
 
     end = at = stream.last_sequence
-    good, bad = stream.first_sequence - 1, end + 1  # up to `good` all is there that is noted, from `bad` on nothing
+    good, bad = stream.first_sequence - 1, end + 1  # up to `good` all noted messages are there, from `bad` on none
     while good < at:
         newest = await newest_up_to(at)
         if newest is None or newest[0].sequence <= good or newest[1]:
@@ -193,21 +194,21 @@ class WorkQueues:
     """Watches the work queues of a server, on one connection at a time.
 
     What left one without having been handled is published again (docs/contract/delivery.md#delivery-25). A work queue
-    forgets what was acknowledged, and what was purged, alike. So two things are kept apart from it:
+    looks the same after an acknowledgement and after a purge. So two things are kept outside of it:
 
-        the floors     up to which number everything was acknowledged, as the queue's consumers said when nothing was
-                       wrong, and what was gone behind that; they are in Postgres
-        the audit      what JetStream tells of purges and deletions, for as long as one is connected
+        the floors     up to which number everything was acknowledged, as the queue's consumers reported when nothing
+                       was wrong, and which numbers above that were missing; they are in Postgres
+        the audit      JetStream's advisories about purges and deletions, while this program is connected
 
-    Where the audit tells of one, or nobody listened for a while, whatever is above the floors and no longer in the
-    queue is published again; in a queue that was made while somebody listened, nothing was purged unheard. Some of it
-    was acknowledged since the queue was last seen, and comes a second time: receivers know it by its id. (Where a queue
-    has very many holes, also what was behind its consumer's oldest message in hand then.)
+    Where the audit has one, or no program listened for a while, everything above the floors that is no longer in the
+    queue is published again; in a queue that was created while this program listened, nothing was purged unheard. Some
+    of it was acknowledged since the queue was last seen, and comes a second time: receivers know it by its id. (Where a
+    queue has very many holes, also what was above its consumer's oldest message in hand then.)
 
     When the floors may rise, so that no purge raises them:
 
     - After a search, to what they were before it: what had been purged by then was found.
-    - Without one, to what they were a second ago or more, if nothing was heard since: a purge is told of sooner.
+    - Without one, to what they were a second ago or more, if there was no advisory since: one comes sooner.
     """
 
     def __init__(self, pool: Pool, sources: Sequence[PostgresSource], record: Record) -> None:
@@ -218,8 +219,8 @@ class WorkQueues:
         self._seen: dict[str, _Seen] = {}  # the streams that were searched on this connection
 
     async def check(self, link: Link, audit: Audit) -> int:
-        """Make unpublished what was taken out of the work queues of `link`; return how many messages that were."""
-        if link is not self._link:  # nobody listened between the connections
+        """Make unpublished what was removed from the work queues of `link`; return how many messages that were."""
+        if link is not self._link:  # between the connections advisories were missed
             self._link = link
             self._seen.clear()
         elif not audit.hears:
@@ -230,27 +231,27 @@ class WorkQueues:
     async def _check(self, link: Link, audit: Audit, stream: StreamPicture) -> int:
         floors = await read_floors(link.js, stream.name)
         taken = audit.take(stream.name)
-        before = self._seen.pop(stream.name, None)  # what fails from here on is begun anew with a search
+        before = self._seen.pop(stream.name, None)  # after an error from here on, the next check begins with a search
         at = asyncio.get_running_loop().time()
         if before is not None and before.floors.created_at != floors.created_at:
             before = None
         if before is None and audit.hears and (stream.name, floors.created_at) not in audit.before:
-            before = _Seen(floors, at)  # it was made while somebody listened: nothing was purged
+            before = _Seen(floors, at)  # it was created while this program listened: nothing was purged
         if taken or before is None:
             found, complete = await self._search(link, stream, floors)
             if complete:
                 self._seen[stream.name] = _Seen(floors, at)
             return found
-        if at - before.at >= _TOLD_SECONDS:
+        if at - before.at >= _ADVISORY_SECONDS:
             await self._raise(stream.name, before.floors)
             before = _Seen(floors, at)
         self._seen[stream.name] = before
         return 0
 
     async def _search(self, link: Link, stream: StreamPicture, floors: Floors) -> tuple[int, bool]:
-        """Publish again what is missing, and raise the floors to `floors`, which are older than this look at it.
+        """Publish again what is missing, and raise the floors to `floors`, which were read before this search.
 
-        Return how many messages that were, and whether it was all: a publisher may have some under way.
+        Return how many messages that were, and whether it was all: a publisher may be publishing some.
         """
         complete = await all_marked(self._pool)
         holes = await read_holes(link.js, stream.name)

@@ -1,5 +1,5 @@
 -- name: now
--- The time of the database, by which it notes when something was published.
+-- The time of the database, from which the times of publishing are taken.
 SELECT clock_timestamp();
 
 -- name: wait_briefly
@@ -19,8 +19,8 @@ ON CONFLICT (stream, stream_created_at, filter) DO UPDATE
 SET floor = greatest(known.floor, excluded.floor), seen_at = now();
 
 -- name: note_holes
--- Notes that the numbers $4 (ranges) of the work queue $1, created at $2, were acknowledged; what is before $3, its first,
--- its floor says already.
+-- Notes that the numbers $4 (ranges) of the work queue $1, created at $2, were acknowledged; those before its first number,
+-- $3, are below its floor already.
 INSERT INTO postroom.work_queue_holes AS known (stream, stream_created_at, numbers)
 VALUES ($1, $2, $4::text::int8multirange)
 ON CONFLICT (stream, stream_created_at) DO UPDATE
@@ -35,7 +35,7 @@ DELETE FROM postroom.work_queue_floors AS known WHERE NOT EXISTS (
 );
 
 -- name: forget_holes
--- Deletes what was gone of streams whose floors are forgotten.
+-- Deletes the holes of streams whose floors are deleted.
 DELETE FROM postroom.work_queue_holes AS known WHERE NOT EXISTS (
   SELECT FROM postroom.work_queue_floors AS floors
   WHERE floors.stream = known.stream AND floors.stream_created_at = known.stream_created_at

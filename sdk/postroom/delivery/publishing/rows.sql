@@ -1,7 +1,7 @@
--- What publisher, record and operators ask of any table that is published, in the words of that table's own file:
+-- The queries of publisher, record and operators for all tables that are published, in the words of a table's own file:
 --
 --     :table      the table; each query calls a row of it `item`
---     :key        what a row is known by here, a text; `:is` says whether the row is the one that is `wanted.key`
+--     :key        the name of a row here, a text; `:is` says whether the row is the one with `wanted.key`
 --     :identity   the message's id without its epoch
 --     :subject    where it goes
 --     :aggregate  the column whose rows are published one after the other, and `:place`, that of their order
@@ -9,17 +9,18 @@
 --     :owner      what an operator calls the aggregate, `:since` when the row was written, `:ours` whether it is of the
 --                 context $1
 --     :confirmed  whether consumers are known to have handled it
---     :ended      whether it is over with the row itself: it is neither published nor lost
+--     :ended      whether the row is settled: then it is neither published nor lost
 
 \set settled (:ended OR postroom.is_settled(item.stream, item.stream_created_at, item.stream_sequence, :subject) OR :confirmed)
 \set nowhere published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 
 -- name: claim_aggregates
--- The first $2 aggregates after $1 whose oldest unpublished row is due, and of each whether it is this transaction's now:
--- the advisory lock is let go with the transaction, after what it wrote can be seen. One index probe an aggregate, however
--- long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for. Where there is
--- something to publish, the transaction's commit waits for no disk, since a mark that a crash takes back is made again
--- (docs/contract/delivery.md#delivery-16), and its statements, which look rows up by their keys, are not planned each time.
+-- The first $2 aggregates after $1 whose oldest unpublished row is due, and of each whether this transaction holds it now:
+-- the advisory lock is released with the transaction, after what it wrote can be seen. One index probe per aggregate,
+-- however long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for. Where
+-- there is something to publish, the transaction's commit does not wait for the disk, since a mark that a crash takes back
+-- is made again (docs/contract/delivery.md#delivery-16), and its statements, which look rows up by their keys, are not
+-- planned each time.
 WITH RECURSIVE head AS (
   (
     SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
@@ -47,9 +48,9 @@ SELECT EXISTS (SELECT FROM :table AS item WHERE item.published_at IS NULL AND NO
 
 -- name: mark_published
 -- Notes where the server put the rows $1: streams $2, their creations $3 and the numbers in them $4. What was noted under
--- one of these numbers before is lost, since the stream gave its number away: it is published again, unless it is settled,
--- or older than $5. But where that was the same stream, by its creation, either may be the lost one: a worker may be stopped
--- between the server's word and this. So the new one is not noted, and published again too. Returns those.
+-- one of these numbers before is lost, since the stream gave out its number again: it is published again, unless it is
+-- settled, or older than $5. But where that was the same stream, by its creation, either may be the lost one: a worker may
+-- be stopped between the server's answer and this. So the new one is not noted, and published again too. Returns those.
 WITH placed AS MATERIALIZED (
   SELECT * FROM unnest($1::text[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (key, stream, created_at, sequence)
 ), holder AS MATERIALIZED (
@@ -80,7 +81,7 @@ FROM unnest($1::text[], $2::text[], $3::float8[]) AS wanted (key, error, seconds
 WHERE :is;
 
 -- name: backlog
--- What waits to be published in a context (null: in all), how long it does, and how much of it failed before.
+-- What waits to be published in a context (null: in all), since when, and how much of it failed before.
 SELECT count(*) AS count, min(:since) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
 FROM :table AS item
 WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
@@ -99,7 +100,7 @@ WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_a
 LIMIT $5;
 
 -- name: find_of_another_stream
--- Rows that went into a stream $1 that was created at another time than $2, which is gone. The rest as above.
+-- Rows that went into a deleted stream $1, one that was created at another time than $2. The rest as above.
 SELECT :key FROM :table AS item
 WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
 LIMIT $5;
@@ -143,8 +144,8 @@ FROM unnest($1::text[]) AS wanted (key)
 WHERE :is AND item.published_at IS NOT NULL;
 
 -- name: list_failing
--- The rows that JetStream has refused, oldest first: of the context $1 (null: all), at most $2. `behind` counts what waits
--- in the same aggregate for it.
+-- The rows that JetStream has refused, oldest first: of the context $1 (null: all), at most $2. `behind` counts the rows of
+-- the same aggregate that wait for it.
 SELECT :key AS id, :subject AS subject, :owner AS aggregate, publish_attempts AS attempts, publish_error AS error,
   :since AS occurred_at, next_attempt_at, (
     SELECT count(*) FROM :table AS other
