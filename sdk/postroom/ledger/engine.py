@@ -1,9 +1,10 @@
 """The engine of one flow: what becomes of each message that moves a job on (docs/contract/jobs.md#jobs-25).
 
-It knows no transport: whoever delivers messages calls `spawned` and `answered`, acknowledges where they return, and
-delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler
-that fails is tried by its policy, and then the activity has failed, and with it the job. Attempts are those
-that the ledgers have counted: one whose worker died is one, a delivery that finds another worker at it is none.
+It knows no transport: its caller passes messages to `spawned` and `answered`, acknowledges where they return, and
+delivers again, later, where they raise `TryLater`. A fault's `reaction` says whether the message is acknowledged,
+retried or escalated; a handler that fails is tried by its policy, and then the activity has failed, and with it the
+job. Attempts are those that the ledgers have counted: one whose worker died counts, a delivery that finds another
+worker at it does not.
 
 Requests that wait for their answers are asked again in time. Messages for activities that the worker which takes them
 does not have (its flow is older, or a name changed) are acknowledged and kept, no attempt is counted, and the job
@@ -33,7 +34,7 @@ from postroom.retry_policy import RetryPolicy
 _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries("postroom.ledger", "engine.sql")
-MOST_AT_ONCE: Final = 100  # requests that one look asks again for
+MOST_AT_ONCE: Final = 100  # requests that one look sends again
 _MOST_BROUGHT_BACK: Final = 100  # messages that one look brings back
 _DEFAULT_POLICY: Final = RetryPolicy()
 
@@ -46,9 +47,9 @@ class Asker(NamedTuple):
 
 
 async def set_aside(connection: Connection, activity: UUID, guid: str, answer: Answer | None, worker: str) -> bool:
-    """Keep a message for a worker that has its activity, which `worker` has not; of leg 1 it has no `answer`.
+    """Keep a message for a worker that has its activity, since `worker` does not; one of leg 1 has no `answer`.
 
-    Returns False where nobody has to handle it any more: it is done, or its job has ended permanently, or is gone.
+    Returns False where it needs no handling any more: it is done, or its job has ended permanently, or was removed.
     """
     leg, said = (1, (None, None, None, None)) if answer is None else (2, answer)
     return await connection.fetchrow(QUERIES["set_aside"], activity, guid, leg, *said, worker) is not None
@@ -63,7 +64,7 @@ class Place(NamedTuple):
 
 
 class TryLater(Exception):
-    """The message is to be delivered again, `seconds` from now; None leaves that to whoever delivers it."""
+    """The message has to be delivered again, `seconds` from now; None leaves the time to the caller."""
 
     def __init__(self, error: str, seconds: float | None) -> None:
         super().__init__(error)
@@ -75,8 +76,8 @@ class EngineCounters:
     """What an engine has done since it started, for metrics."""
 
     done: int = 0  # messages whose steps were run to their end
-    acknowledged: int = 0  # replays, and messages for what has ended or is gone
-    ignored: int = 0  # messages of the mesh that are none of the flow's
+    acknowledged: int = 0  # replays, and messages for what has ended or was removed
+    ignored: int = 0  # messages of the mesh that are not the flow's
     retried: int = 0
     failed: int = 0  # activities
     asked_again: int = 0
@@ -93,20 +94,20 @@ class Engine:
     """Runs the steps of one flow's jobs; any number of workers may run the same."""
 
     def __init__(self, pool: Pool, flow: Flow, *, lease: timedelta, worker: str | None = None) -> None:
-        """`lease` is how long a worker that died holds others off a step; `worker` names this one to operators."""
+        """`lease` is how long a worker that died keeps others from a step; `worker` names this one to operators."""
         self.counters = EngineCounters()
         self.flow = flow
         self._worker = worker or f"{socket.gethostname()[:64]}/{os.getpid()}"
         self._running = Running(pool=pool, flow=flow, lease=lease)
 
     def limit(self, most_bytes: int) -> None:
-        """Have what goes out as a message be no larger: a step that makes one fails, with that as the reason."""
+        """Limit the messages that go out: a step that makes a larger one fails, with that as the reason."""
         self._running.most_bytes = most_bytes
 
     async def spawned(self, activity: UUID, name: str, guid: str) -> None:
         """Run leg 1 of an activity, for the message `guid`; raises `TryLater`.
 
-        One that sends nothing answers itself: leg 2 runs at once, for the same message.
+        An activity that sends nothing answers itself: leg 2 runs at once, for the same message.
         """
 
         async def legs(most: int) -> None:
@@ -114,7 +115,7 @@ class Engine:
             answers_itself = known is not None and known.leg1 is None
             try:
                 await run_leg1(self._running, activity, most)
-            except (Duplicate, Inactive):  # of a job that this very message has closed, the completion may be left
+            except (Duplicate, Inactive):  # where this message has closed the job, the completion may be left
                 if not answers_itself:
                     raise
             if answers_itself:
@@ -130,14 +131,14 @@ class Engine:
             await self._run(activity, name, lambda most: run_leg2(self._running, activity, guid, answer, most))
 
     async def find_askers(self, requests: list[UUID]) -> dict[UUID, Asker]:
-        """Return which activities of the flow sent those of `requests` that any of them sent."""
+        """Return the activities of the flow that sent `requests`, by request, for those that one of them sent."""
         if not requests:
             return {}
         rows = await self._running.pool.fetch(QUERIES["find_requests"], requests, self.flow.name)
         return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
 
     async def fail(self, activity: UUID, error: str) -> None:
-        """Fail an activity and its job, visibly; where the job has ended, nothing happens."""
+        """Fail an activity and its job, visibly; does nothing where the job has ended."""
         try:
             async with self._running.pool.acquire() as connection:
                 await fail_activity(connection, activity, error)
@@ -147,13 +148,13 @@ class Engine:
         _log.error("activity_failed", activity=str(activity), error=error)
 
     async def abandon(self, activity: UUID, error: str) -> None:
-        """Fail an activity whose message came too often; raises `TryLater` while a worker is at it."""
+        """Fail an activity whose message came too often; raises `TryLater` while a worker runs it."""
         if await self._running.pool.fetchval(QUERIES["is_leased"], activity):
             raise TryLater(f"a worker runs the activity {activity}", None)
         await self.fail(activity, error)
 
-    async def look_after_requests(self) -> None:
-        """Ask again for some of what is overdue; what was asked as often as it may be fails its activity."""
+    async def ask_again(self) -> None:
+        """Send some overdue requests again; one that was sent as often as it may be fails its activity."""
         pool = self._running.pool
         for request, activity in await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE):
             async with pool.acquire() as connection, connection.transaction():
@@ -167,13 +168,13 @@ class Engine:
                 await self.fail(activity, error)
 
     async def bring_back(self) -> None:
-        """Have go out again what workers without its activity have set aside, where the flow here has it."""
+        """Have messages go out again that workers without their activity have set aside, where the flow here has it."""
         activities = list(self.flow.activities)
         rows = await self._running.pool.fetch(QUERIES["bring_back"], self.flow.name, activities, _MOST_BROUGHT_BACK)
         self.counters.brought_back += len(rows)
 
     async def _set_aside(self, activity: UUID, name: str, guid: str, answer: Answer | None) -> bool:
-        """Keep a message for a worker that has its activity, where this one has not; False: it is to be run here."""
+        """Keep a message for another worker where this one does not have its activity; False: it has to run here."""
         if name in self.flow.activities:
             return False
         async with self._running.pool.acquire() as connection:
@@ -208,7 +209,7 @@ class Engine:
 
 
 def load_flow(name: str) -> Flow:
-    """Import `module:flow`, also from the current directory; raises `Fatal` with what its author has to change."""
+    """Import `module:flow`, also from the current directory; the `Fatal` that it raises says what to change."""
     flow = load_named(name, what="a flow", example="module:flow, as in nightly_export:flow")
     try:
         check_flow(flow)

@@ -1,4 +1,4 @@
--- What the engine asks of jobs beside its steps.
+-- The engine's queries besides its steps.
 
 -- name: find_contexts
 -- Where jobs of the flows $1 have not ended, and since when the oldest of each has run.
@@ -12,7 +12,7 @@ SELECT EXISTS (SELECT FROM ledger.activity WHERE id = $1 AND leased_until > cloc
   OR EXISTS (SELECT FROM ledger.guid WHERE activity_id = $1 AND leased_until > clock_timestamp());
 
 -- name: find_completed_job
--- What the completion tasks of the job $1 are told about it.
+-- What the completion tasks of the job $1 get of it.
 SELECT job.id, job.flow, job.context, job.started_at, activity.request::text AS request
 FROM ledger.job JOIN ledger.activity ON activity.job_id = job.id AND activity.parent_id IS NULL
 WHERE job.id = $1;
@@ -40,7 +40,8 @@ SELECT ledger.take_turn($1);
 
 -- name: ask_again
 -- Has the request $2 of the activity $1 go out again, under its own id, where its answer is overdue. Its verdict is
--- `exhausted` where it was asked as often as it may be, or the outbox has it no more, and `inactive` where nobody waits.
+-- `exhausted` where it was asked as often as it may be, or the outbox has deleted it, and `inactive` where its answer is not
+-- awaited any more.
 WITH judged AS MATERIALIZED (
   SELECT request.*, job.state AS job_state, CASE
     WHEN request.due_at IS NULL OR request.due_at > clock_timestamp() THEN 'duplicate'
@@ -61,7 +62,8 @@ SELECT verdict, job_state AS state, asked, extract(epoch FROM timeout)::float8 A
 
 -- name: set_aside
 -- Keeps the message $2 of the activity $1, for leg $3, with the answer $4 to the request $5 that came as the event $6 in the
--- trace $7, as the worker $8 does not have that activity. No row: the message is done, its job has ended permanently, or there is none.
+-- trace $7, since the worker $8 does not have that activity. No row: the message is done, or its job has ended permanently, or
+-- does not exist.
 INSERT INTO ledger.set_aside (activity_id, guid, leg, answer, request_id, event, traceparent, worker)
 SELECT activity.id, $2, $3, $4, $5, $6, $7, $8
 FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id

@@ -1,7 +1,7 @@
-"""What is wrong with an entry or a step, as types; of each, what becomes of the message that asked for it.
+"""The faults of entries and steps, each with what becomes of the message that asked for it.
 
-A fault changes nothing in the ledgers (but a replayed leg 1 is counted). Every message is acknowledged in the end
-(docs/contract/jobs.md#jobs-24): at once, after another delivery, or when its activity was failed.
+A fault changes nothing in the ledgers, except that a replayed leg 1 is counted. Every message is acknowledged in the
+end (docs/contract/jobs.md#jobs-24): at once, after another delivery, or when its activity was failed.
 """
 
 from enum import Enum
@@ -19,7 +19,7 @@ class Reaction(Enum):
 
 
 class Fault(PostroomError):
-    """The base of what an entry or a step can be refused with."""
+    """The base of the errors that refuse an entry or a step."""
 
     reaction: ClassVar[Reaction]
 
@@ -69,7 +69,7 @@ class Forbidden(Fault):
 
 
 class Held(Fault):
-    """Somebody else does it now."""
+    """Another worker does it now."""
 
     reaction = Reaction.RETRY
 
@@ -81,7 +81,7 @@ class Held(Fault):
 
 
 class LeaseLost(Fault):
-    """The lease ran out, and somebody else may have begun: whatever is in this transaction must not be committed."""
+    """The lease ran out, and another worker may have begun: this transaction must not be committed."""
 
     reaction = Reaction.RETRY
 
@@ -99,7 +99,7 @@ class Exhausted(Fault):
 
     @classmethod
     def of_attempts(cls, leg: str, most: int, last_error: str | None) -> Self:
-        """Say what became of the last one, and why one before it failed, where one did."""
+        """Say what became of the last attempt, and why an earlier one failed, where one did."""
         ended = f"attempt {most} of {most} of {leg} ended without a result: its worker was killed, or lost its lease"
         before = "" if last_error is None else f"; an earlier attempt failed: {last_error}"
         return cls.of("exhausted", ended + before)

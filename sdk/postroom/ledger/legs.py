@@ -1,4 +1,4 @@
-"""The two legs of an activity, by what the ledgers say is left to do (docs/contract/jobs.md).
+"""The two legs of an activity, which do what is left by the ledgers (docs/contract/jobs.md).
 
 Leg 1 counts the attempt, computes the request, and sends it out with the digit that says so. Leg 2 does what a
 message's ledger says is left, in order:
@@ -8,7 +8,7 @@ message's ledger says is left, in order:
     step 3      the completion tasks, where this message closed the job
 
 A worker that dies leaves the steps that it had committed, and the next delivery goes on after them. A handler runs in
-the transaction of its step, under a lease that is renewed, and is told where it is (`Running`, `step_of`).
+the transaction of its step, under a lease that is renewed, and gets a `Context` (`Running`, `step_of`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ENDED: Final = (
     "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
 )
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
-_MOST_GROWTH: Final = 4  # bytes for a character, also with the blank that Postgres puts behind each comma and colon
+_MOST_GROWTH: Final = 4  # bytes for a character, also with the blank that Postgres adds after each comma and colon
 
 decode: Final = msgspec.json.Decoder().decode
 
@@ -84,7 +84,7 @@ async def run_leg1(running: Running, activity: UUID, most: int | None = None) ->
 
 
 def request_of(running: Running, activity: Activity, key: UUID, body: Any) -> Request:
-    """Return the command that asks for an answer, under its id; raises `InvalidFlow` as `encode` does."""
+    """Return the command that asks for an answer, with its id; raises `InvalidFlow` as `encode` does."""
     assert activity.queue is not None  # noqa: S101 - only what sends has a leg 1
     timeout = None if activity.timeout is None else timedelta(seconds=activity.timeout)
     payload = encode(body, f"the request of {activity.name!r}", running.most_bytes)
@@ -92,7 +92,7 @@ def request_of(running: Running, activity: Activity, key: UUID, body: Any) -> Re
 
 
 class Spawns(NamedTuple):
-    """What the work of a message spawns: children, requests of cycles that work again, and those that ask again."""
+    """What leg 2 spawns for a message: children, requests of cycles that work again, and of those that ask again."""
 
     children: list[Child]
     again: list[str]
@@ -100,7 +100,7 @@ class Spawns(NamedTuple):
 
 
 async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, most: int | None = None) -> None:
-    """Run what is left of leg 2 for a message, `most` times at most, and the completion as often as its policy says.
+    """Run what is left of leg 2 for a message, `most` times at most, and the completion as often as its policy allows.
 
     Raises the faults of its primitives, and `HandlerFailed`.
     """
@@ -167,14 +167,14 @@ async def _complete(running: Running, entry: Leg2) -> None:
 
 
 class HandlerFailed(PostroomError):
-    """A handler raised, or returned what it may not: its step wrote nothing, and may be tried again."""
+    """A handler raised, or returned something invalid: its step wrote nothing, and may be tried again."""
 
     attempt: int = 1  # that failed
     completion: bool = False  # the handler is that of the flow's completion
 
     @classmethod
     def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
-        """Say what it raised, at which attempt."""
+        """Say what the handler raised, at which attempt."""
         whose = "the completion: " if completion else ""
         failed = cls.of("handler_failed", whose + error_text(error), retryable=True)
         failed.attempt, failed.completion = attempt, completion
@@ -183,7 +183,7 @@ class HandlerFailed(PostroomError):
 
 @dataclass(kw_only=True)
 class Running:
-    """What the legs of a flow run with; `lease` is how long a worker that died holds others off."""
+    """What the legs of a flow run with; `lease` is how long a worker that died keeps others from a step."""
 
     pool: Pool
     flow: Flow
@@ -215,7 +215,7 @@ class Running:
         return activity
 
     def context(self, entry: Leg1 | Leg2, step: StepTransaction, key: object, **members: Any) -> Context:
-        """Tell a handler where it is."""
+        """Return the context of a handler's call."""
         return Context(
             mesh=entry.context,
             flow=self.flow.name,
@@ -232,7 +232,7 @@ class Running:
 
 
 class StepTransaction:
-    """The transaction of one step: it begins where a handler asks for its connection; else the end is all of it."""
+    """The transaction of one step: it begins when a handler asks for its connection, or with the step's end."""
 
     def __init__(self, pool: Pool, stack: AsyncExitStack) -> None:
         self._pool = pool
@@ -250,9 +250,10 @@ class StepTransaction:
         return self._connection
 
     async def conclude(self, primitive: Callable[[Connection], Awaitable[T]]) -> T:
-        """End the step with its primitive, which is one commit by itself where there is no transaction yet.
+        """End the step with its primitive, which is a commit of its own where there is no transaction yet.
 
-        Raises `InvalidFlow` where the handler has ended the transaction, with which its work and its digit part.
+        Raises `InvalidFlow` where the handler has ended the transaction: its work and its digit would not be one
+        commit.
         """
         if self._connection is not None:
             if not self._connection.is_in_transaction():
@@ -266,7 +267,8 @@ class StepTransaction:
 async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = False) -> AsyncIterator[StepTransaction]:
     """Lend the transaction of a step: committed at the end of the block, rolled back where it raises.
 
-    What is no `Fault` becomes `HandlerFailed`, and the lease is given up, so that the next attempt need not wait.
+    An error that is not a `Fault` becomes `HandlerFailed`, and the lease is given up, so that the next attempt need not
+    wait.
     """
     try:
         async with AsyncExitStack() as stack:
@@ -298,7 +300,7 @@ def _span(flow: str, entry: Leg1 | Leg2, *, completion: bool) -> spans.Span:
 
 
 async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
-    """Await a handler while its lease is renewed; where it is lost, the handler is cancelled: raises `LeaseLost`."""
+    """Await a handler while its lease is renewed; where that is lost, cancels the handler and raises `LeaseLost`."""
     try:
         async with running.leases.holding(entry.claim):
             return await asyncio.create_task(contained(work))  # a handler may cancel its own task
@@ -312,14 +314,14 @@ def most_attempts(policy: RetryPolicy | None) -> int:
 
 
 def derived(activity: UUID, *words: object) -> UUID:
-    """Return the id that follows from an activity and `words`: a second run makes the same."""
+    """Return the id that follows from an activity and `words`: a second run derives the same."""
     return uuid5(activity, "/".join(map(str, words)))
 
 
 def encode(value: Any, what: str, most_bytes: int = sys.maxsize) -> str:
-    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for, or Postgres.
+    """Encode JSON; raises `InvalidFlow`, which calls the value `what`, where JSON or Postgres cannot hold it.
 
-    So it does for what has more bytes than a message may have: it could be stored, but never published.
+    It also refuses a value with more bytes than a message may have: it could be stored, but never published.
     """
     try:
         text = to_json(value).decode()
@@ -329,7 +331,7 @@ def encode(value: Any, what: str, most_bytes: int = sys.maxsize) -> str:
         size = len(msgspec.json.format(text, indent=0).encode())
         if size > most_bytes:
             advice = "keep it elsewhere and say where, or raise max_payload"
-            raise InvalidFlow.of("too_large", f"{what} has {size} bytes, NATS takes {most_bytes}: {advice}")
-    if "\\u0000" in text.replace("\\\\", ""):  # a backslash that is escaped escapes nothing
+            raise InvalidFlow.of("too_large", f"{what} has {size} bytes, NATS accepts {most_bytes}: {advice}")
+    if "\\u0000" in text.replace("\\\\", ""):  # an escaped backslash escapes nothing
         raise InvalidFlow.of("nul_character", f"{what} contains a NUL character, which Postgres cannot store")
     return text

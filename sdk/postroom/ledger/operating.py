@@ -2,14 +2,14 @@
 
 And what the ledgers know of one message, whose id an operator found in a log.
 
-What an activity is called that they are shown follows from its ledger (`state_of`; docs/jobs.md draws the states).
+The state in which an activity is shown follows from its ledger (`state_of`; docs/jobs.md draws the states).
 
-Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
-it is done: after `cancel_job` has returned, no step of the job commits.
+A verb that ends a job, or lets it go on, waits for the steps that are being committed, and holds up all others until it
+is done: after `cancel_job` has returned, no step of the job commits.
 
-Jobs that ended permanently go after a time, with activities, ledgers and operators' log (`JobRetention`). Their ids
-stay: a scheduler that starts an old job again is told that it was started before. A message for an activity that is
-gone is acknowledged, as for any that there is not.
+Jobs that ended permanently are removed after a time, with activities, ledgers and operators' log (`JobRetention`).
+Their ids stay taken, so that a scheduler that starts an old job again gets the answer that it was started before. A
+message for a removed activity is acknowledged, as for any that does not exist.
 """
 
 import asyncio
@@ -56,17 +56,17 @@ _NOT_FAILED: Final = {
 }
 
 _SLICES: Final = ("remove_messages", "remove_requests", "remove_activities", "remove_jobs")
-_JOBS: Final = 100  # that one slice looks at
+_JOBS: Final = 100  # that one slice reads
 _ROWS: Final = 1000  # that one slice removes
 _SWEEP_SECONDS: Final = 3600.0  # between two sweeps
 
 
 async def start(connection: Connection, job: Start) -> bool:
-    """Begin a job; returns False where that very job was begun before, also where it is removed since.
+    """Begin a job; returns False where the same job was begun before, even if it was removed since.
 
     Raises `Conflict` where the id belongs to another job, or to one with another request, `NotFound` where there is no
-    such mesh (in a database without the broker's tables, any may be), and `InvalidMessage` where there can be none, or
-    Postgres cannot keep the request.
+    such mesh (a database without the broker's tables accepts any), and `InvalidMessage` where the name is not valid, or
+    Postgres cannot store the request.
     """
     mesh = job.context
     await check_mesh(connection, mesh)
@@ -93,7 +93,7 @@ async def start(connection: Connection, job: Start) -> bool:
 
 
 async def check_mesh(connection: Connection, mesh: str | None) -> None:
-    """Raise `NotFound` where there is no such mesh; in a database without the broker's tables, any may be."""
+    """Raise `NotFound` where there is no such mesh; a database without the broker's tables accepts any."""
     if mesh is None:
         return
     if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
@@ -108,14 +108,14 @@ async def find_jobs(
     mesh: str | None = None,
     after: tuple[datetime, UUID] | None = None,
 ) -> list[Job]:
-    """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, from behind one on."""
+    """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, after a given one."""
     bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids, wanted.older_than_seconds
     rows = await connection.fetch(QUERIES["find_jobs"], *bounds)
     return [Job(**dict(row)) for row in rows]
 
 
 async def count_jobs(connection: Connection) -> JobCounts:
-    """Return how many jobs of all meshes are as an operator asks first."""
+    """Return the counts of jobs of all meshes that an operator asks for first."""
     row = await connection.fetchrow(QUERIES["count_jobs"])
     assert row is not None  # noqa: S101 - it counts
     return JobCounts(**dict(row))
@@ -147,7 +147,7 @@ async def hold(connection: Connection, job: UUID) -> None:
 async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
     """End a job that runs or has failed, permanently, and emit `job_cancelled`; what comes later is `Inactive`.
 
-    A step that is being committed is waited for; none commits afterwards. Raises `NotFound`, and `Conflict` where the
+    It waits for a step that is being committed; none commits afterwards. Raises `NotFound`, and `Conflict` where the
     job is completed or cancelled.
     """
     async with connection.transaction():
@@ -163,13 +163,13 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
 async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
     """Let a failed job go on where it stopped, and emit `job_retried`.
 
-    The ledgers stay as they are: they say what is done, and that is not done again. The rest goes out again, through
-    the event outbox, together with the job's new state: the `activity_spawned` of what has not begun, and an
-    `activity_retried` for a message that leg 2 has not done, with its id and what it said. So does what came while the
-    job was failed, which was acknowledged and kept (`enter_leg2`).
+    The ledgers stay as they are: what is done by them is not done again. The rest goes out again, through the event
+    outbox, together with the job's new state: the `activity_spawned` of what has not begun, and an `activity_retried`
+    for a message that leg 2 has not done, with its id and content. So do messages that came while the job was failed,
+    which were acknowledged and kept (`enter_leg2`).
 
     Raises `NotFound`, and `Conflict` where the job has not failed, its activity has no attempt left, or its request
-    can't go out again because the outbox was pruned of it.
+    can't go out again because the outbox has deleted it.
     """
     async with connection.transaction():
         await hold(connection, job)
@@ -182,15 +182,15 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
 
 
 async def foresee_retry(connection: Connection, job: UUID) -> None:
-    """Raise the `Conflict` that a retry of a failed job ends in, as it stands now."""
+    """Raise the `Conflict` that a retry of a failed job would end in now."""
     failed = await connection.fetchval(QUERIES["find_failed"], job)
-    try:  # another attempt that has no place in the ledger would fail at once, again
+    try:  # an attempt that the ledger has no room for would fail at once, again
         if failed is not None:
             enter_leg2(failed) if is_set(failed, LEG1_COMPLETE) else enter_leg1(failed)
     except Overflow as error:
         raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
     pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
-    if pruned is not None:  # it would wait for the answer to a request that nobody can send again
+    if pruned is not None:  # it would wait for the answer to a request that cannot be sent again
         detail = (
             f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
             "the outbox has deleted that request by its age; start a new job"
@@ -202,15 +202,14 @@ EFFECTS: Final = MappingProxyType({"retry": retry_job, "cancel": cancel_job})
 """What each verb does to a job."""
 
 FORESEEN: Final = MappingProxyType({"retry": foresee_retry})
-"""What a dry run asks, beside whether the state allows the verb."""
+"""What a dry run checks in addition to the state."""
 
 
 async def find_message(connection: Connection, message: str) -> list[JobMessage]:
-    """Return what a message was to each activity that it concerned; raises `NotFound`.
+    """Return the role of a message for each activity that it concerned; raises `NotFound`.
 
-    Its id may also be an activity's, which the logs of workers name as well.
-
-    The id is known also as it is where the message was published again (`/1`) or replayed (`~consumer.1`).
+    The id may also be an activity's, which the logs of workers name as well, and may have the ending of a message that
+    was published again (`/1`) or replayed (`~consumer.1`).
     """
     known = message.partition("~")[0]
     head, slash, epoch = known.rpartition("/")
@@ -261,7 +260,7 @@ def _sentence(row: asyncpg.Record) -> str:
 
 
 def unknown_message(message: str) -> NotFound:
-    """Say that nothing is known of it."""
+    """Say that the ledgers do not know a message."""
     detail = (
         f"the ledgers know no message and no activity {message!r}: no activity asked with it, and leg 2 of none was "
         "entered with it; `postroom jobs show` takes the id of a job"
@@ -308,7 +307,7 @@ def missing(job: UUID) -> NotFound:
 
 
 class Progress(NamedTuple):
-    """How far an activity is: its ledger, what it is owed and was given, and which of its messages are under way."""
+    """How far an activity is: its ledger, the answers due and taken, and which of its messages are under way."""
 
     ledger: int
     answers_due: int = 1
@@ -322,8 +321,8 @@ class Progress(NamedTuple):
 def state_of(progress: Progress, job_state: str) -> str:
     """Name the state of an activity of a job that is in `job_state`.
 
-    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`. What waits for a worker that
-    has the activity is `unknown`.
+    An activity that is not done when its job ends is `stopped`; the one that failed is `failed`. One that waits for a
+    worker that has it is `unknown`.
     """
     if progress.failed:
         return "failed"
@@ -367,7 +366,7 @@ class JobRetention:
         self._keep = timedelta(days=keep_days)
 
     async def run(self) -> None:
-        """Sweep until cancelled; Postgres away ends a sweep, not the sweeper."""
+        """Sweep until cancelled; an outage of Postgres ends one sweep only."""
         while True:
             try:
                 await self.sweep()

@@ -1,9 +1,9 @@
--- What an operator asks of jobs and does to them (docs/contract/jobs.md#jobs-30).
+-- What an operator sees of jobs and does to them (docs/contract/jobs.md#jobs-30).
 --
--- Whoever ends a job or lets it go on holds all its activities first, and by that every entry and step of them.
+-- A verb that ends a job or lets it go on holds all its activities first, and with them every entry and step.
 
 -- name: find_jobs
--- The newest $4 jobs of the context $1, the flow $2 and the state $3, behind the job $6 that was started at $5, of those with
+-- The newest $4 jobs of the context $1, the flow $2 and the state $3, after the job $6 that was started at $5, of those with
 -- the ids $7, started more than $8 seconds ago, each of which may be null; of each that has not ended also the activities that
 -- wait for a worker which has them.
 SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error,
@@ -31,7 +31,7 @@ SELECT
     WHERE job.state IN ('running', 'closed')) AS unknown;
 
 -- name: find_job
--- The job $1, as `find_jobs` has it without what waits.
+-- The job $1, as in `find_jobs` but without the activities that wait.
 SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error FROM ledger.job WHERE id = $1;
 
 -- name: has_meshes
@@ -49,11 +49,11 @@ FROM ledger.job JOIN ledger.activity ON activity.job_id = job.id AND activity.pa
 WHERE job.id = $1;
 
 -- name: find_removed
--- Of which context and flow the job $1 was, where it is removed.
+-- The context and the flow of the removed job $1.
 SELECT context, flow FROM ledger.removed_job WHERE id = $1;
 
 -- name: find_activities
--- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are,
+-- The activities of the job $1, children in the order in which they were spawned, with how far the messages of each are,
 -- and the last worker that took one without having the activity.
 SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.request::text AS request,
   activity.spawned_at, activity.ledger,
@@ -91,7 +91,7 @@ SELECT count(*) FROM (
 ) AS held;
 
 -- name: cancel
--- Ends the job $1 permanently, as $2 wants it for the reason $3, where that has not been done; no row: there is no such job.
+-- Ends the job $1 permanently, by $2 for the reason $3, where that has not been done; no row: there is no such job.
 WITH ended AS (
   UPDATE ledger.job SET state = 'cancelled', ended_at = clock_timestamp(), error = $3
   WHERE id = $1 AND state IN ('running', 'closed', 'failed')
@@ -112,7 +112,7 @@ WHERE job.id = $1;
 SELECT ledger FROM ledger.activity WHERE job_id = $1 AND failed_at IS NOT NULL;
 
 -- name: find_pruned
--- A request that the activity that failed the job $1 has no answer to, and that the outbox has no more.
+-- A request that the activity that failed the job $1 has no answer to, and that the outbox has deleted.
 SELECT request.id, activity.name
 FROM ledger.activity JOIN ledger.request ON request.activity_id = activity.id
 WHERE activity.job_id = $1 AND activity.failed_at IS NOT NULL AND request.answered_by IS NULL
@@ -120,10 +120,10 @@ WHERE activity.job_id = $1 AND activity.failed_at IS NOT NULL AND request.answer
 LIMIT 1;
 
 -- name: retry
--- Lets the failed job $1 go on, as $2 wants it for the reason $3; no row: there is no such job. Whatever its messages
--- were refused for goes out again: what began an activity whose leg 1 is not complete, or that answers itself and has not;
--- each message that is not done, or was missed meanwhile; and what the activity that failed had asked for in vain. Each
--- under its own id, so that a copy of it that is still under way is known, and what is done is known by its ledger.
+-- Lets the failed job $1 go on, by $2 for the reason $3; no row: there is no such job. The messages that were refused go out
+-- again: those that began an activity whose leg 1 is not complete, or that answers itself and has not; each message that is
+-- not done, or was missed meanwhile; and the requests of the failed activity that got no answer. Each goes under its own id,
+-- so that a copy of it that is still under way is recognised, and what is done is known by its ledger.
 WITH revived AS (
   UPDATE ledger.job SET
     state = CASE WHEN EXISTS (SELECT FROM ledger.guid WHERE job_id = $1 AND ledger.is_set(ledger, 100000000000))
@@ -197,9 +197,9 @@ FROM ledger.job LEFT JOIN revived ON true
 WHERE job.id = $1;
 
 -- name: find_message
--- What the message $1 was to activities; $2 is the same as a UUID, or null where it is none. `what` is `answer` where leg 2
--- runs for it, `set_aside` and `missed` where it waits to come again, `request` where it asks, `event` where it moves an
--- activity on, and `activity` where it is no message but that.
+-- The roles of the message $1 for activities; $2 is the same as a UUID, or null where it is not one. `what` is `answer` where
+-- leg 2 runs for it, `set_aside` and `missed` where it waits to come again, `request` where it asks, `event` where it moves
+-- an activity on, and `activity` where it is an activity and not a message.
 WITH found AS (
   SELECT 'answer' AS what, activity_id, ledger::bigint, attempts AS times, last_error AS error, answer AS said,
     NULL::text AS by, NULL::timestamptz AS at

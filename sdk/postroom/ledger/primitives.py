@@ -1,9 +1,9 @@
 """The primitives of the ledgers: entries, steps, and the leases that they need (docs/contract/jobs.md#jobs-1).
 
-Each is a function of the database (`migrations/0001_jobs.sql`), and one commit, or part of the caller's: in a
-transaction of the caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at
-all. Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes
-nothing; in a transaction, the caller rolls back what it wrote for the step.
+Each is a function of the database (`migrations/0001_jobs.sql`), and a commit of its own or part of the caller's: in a
+transaction of the caller, what it wrote before becomes durable together with the digit that proves it, or not at all.
+Entries are never part of one: an entry that is rolled back is not counted. Each raises a `Fault` that changes nothing;
+in a transaction, the caller rolls back what it wrote for the step.
 
 An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
 """
@@ -24,7 +24,7 @@ from postroom.claims import Claim, Key
 from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 
 QUERIES: Final = load_queries("postroom.ledger")
-# what an entry returns of a leg, in the order of the leg's fields behind its claim
+# what an entry returns of a leg, in the order of the leg's fields after its claim
 _LEG1: Final = itemgetter("job_id", "context", "name", "request", "ledger", "attempt", "last_error", "trace")
 _LEG2: Final = itemgetter("job_id", "context", "name", "activity_ledger", "ledger", "attempt", "last_error", "trace")
 
@@ -32,7 +32,7 @@ _LEG2: Final = itemgetter("job_id", "context", "name", "activity_ledger", "ledge
 class Start(NamedTuple):
     """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON.
 
-    It is closed by the answer that leaves no more than `threshold` open (docs/contract/jobs.md#jobs-22).
+    The answer that leaves no more than `threshold` open closes it (docs/contract/jobs.md#jobs-22).
     """
 
     job: UUID
@@ -67,9 +67,9 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a leg-2 message says (JSON), the id of the request that it answers, and the event that it came as.
+    """The content of a leg-2 message (JSON), the id of the request that it answers, and the event that it came as.
 
-    Both are None where nothing was sent. Without a `traceparent` the activity's own is taken.
+    Both are None where nothing was sent. Without a `traceparent` the activity's own is used.
     """
 
     body: str = "null"
@@ -174,7 +174,7 @@ async def enter_leg2(
 ) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
-    What the message says is kept beside it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
+    The message's content is kept with it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
     before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
     is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, or,
     of a message that has closed the job, for one more than `most_completions`, `Held`, `Inactive` and `Missing`.
@@ -240,7 +240,7 @@ async def finish_job(connection: Connection, leg2: Leg2, result: str = "null") -
 
 
 async def fail_activity(connection: Connection, activity: UUID, error: str) -> None:
-    """Fail an activity and its job, visibly: `error` stands in both, and in `job_failed`; no ledger moves.
+    """Fail an activity and its job, visibly: `error` is in both, and in `job_failed`; no ledger moves.
 
     Raises `Inactive` where the job has ended, and `Missing`.
     """
@@ -256,9 +256,9 @@ async def renew(connection: Connection, claim: Claim, lease: timedelta) -> None:
 
 
 async def release(connection: Connection, entry: Leg1 | Leg2, error: str | None = None) -> None:
-    """Give up a lease after an attempt that failed with `error`, which the next one, that need not wait, is told.
+    """Give up a lease after an attempt that failed with `error`, so that the next one, which gets it, need not wait.
 
-    One that is lost stays so.
+    A lost lease stays lost.
     """
     query = QUERIES["release_leg1" if isinstance(entry, Leg1) else "release_leg2"]
     await connection.execute(query, *entry.claim.key, entry.claim.owner, error)
@@ -269,7 +269,7 @@ def _claim(key: Key, owner: UUID, row: asyncpg.Record, until: float) -> Claim:
 
 
 def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) -> asyncpg.Record:
-    """Return the row of a primitive that did what it was asked for; raise what refused it."""
+    """Return the row of a primitive that was done; raises the fault that refused it."""
     if row is None:
         raise Missing.of_activity(activity)
     match row["verdict"]:

@@ -2,7 +2,7 @@
 
 -- name: start
 -- Begins the job $1 of the context $2 and flow $3 with its root $4: name $5, request $6, to be closed at the threshold $7, in
--- the trace $8. No row: there is that job, or there was.
+-- the trace $8. No row: that job exists, or did.
 SELECT * FROM ledger.start($1, $2, $3, $4, $5, $6, $7, $8);
 
 -- name: enter_leg1
@@ -15,7 +15,7 @@ SELECT * FROM ledger.complete_leg1($1, $2, $3, $4, $5, $6, $7);
 
 -- name: enter_leg2
 -- Enters leg 2 of the activity $1 with the message $2, for one of at most $7 attempts, or $8 of the completion where
--- it has closed the job, and leases it to $3 for $4; it says $5, and answers the request $6, in the trace $9.
+-- it has closed the job, and leases it to $3 for $4; its content is $5, and it answers the request $6, in the trace $9.
 SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7, $8, $9);
 
 -- name: spawn

@@ -1,7 +1,7 @@
--- Removing jobs that ended permanently, completed or cancelled, longer ago than $1. One that failed stays: an operator may let
+-- Removing jobs that ended permanently, completed or cancelled, longer ago than $1. A failed one stays: an operator may let
 -- it go on. So does one that has not ended.
 --
--- Each statement takes the $2 oldest, and removes up to $3 rows of them, what hangs on others first, so that none takes long.
+-- Each statement takes the $2 oldest, and removes up to $3 of their rows, referencing ones first, so that none takes long.
 
 -- name: remove_messages
 -- Ledgers of messages.

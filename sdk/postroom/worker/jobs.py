@@ -40,8 +40,8 @@ _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
 
-_MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless none came so far as to be an attempt
-_PAUSES: Final = BackoffSettings().schedule  # before the next delivery, where neither the flow nor the ledger says
+_MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless no delivery became an attempt
+_PAUSES: Final = BackoffSettings().schedule  # before the next delivery, unless the flow or the ledger sets one
 _IN_HAND: Final = 500  # messages of one flow in one mesh
 
 CAUSATION_ID: Final = "X-Causation-Id"
@@ -115,9 +115,9 @@ _decode: Final = msgspec.json.Decoder().decode
 
 
 def read(delivery: Delivery) -> Meaning:
-    """Tell what a message says; None: nothing to any flow.
+    """Return what a message means to a flow; None where it means nothing to any.
 
-    Raises `InvalidMessage` where it is an engine's own, and not what an engine writes.
+    Raises `InvalidMessage` for an engine's event whose content is not what an engine writes.
     """
     guid = delivery.headers.get(REPLAY_OF) or delivery.message_id
     try:
@@ -130,16 +130,16 @@ def read(delivery: Delivery) -> Meaning:
     if event in {SPAWNED, CYCLED, RETRIED}:
         return _own(event, guid, delivery)
     request = _uuid(delivery.headers.get(CAUSATION_ID))
-    if request is None and _PRESENT in delivery.data:  # most events have no such member, and are not decoded for it
+    if request is None and _PRESENT in delivery.data:  # most events do not have the member, and need no decoding
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             request = _uuid(_decode_answering(delivery.data).answers)
     return None if request is None else Answering(request, event, guid)
 
 
 def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
-    """Return what `event` answers: its body, or what was sent where it came from a send; raises `InvalidMessage`.
+    """Return the answer in `event`: its body, or the body of the send that it came from; raises `InvalidMessage`.
 
-    A send's text that is not JSON is handed on as a text.
+    A send's text that is not JSON is passed on as a text.
     """
     try:
         said = msgspec.json.encode(_said(delivery.data)).decode()
@@ -188,7 +188,7 @@ class JobHandler:
     """Gives the messages of one consumer to the engine of its flow."""
 
     def __init__(self, engine: Engine, slots: asyncio.Semaphore, emitted: Callable[[], None]) -> None:
-        """`slots` are shared by all flows of a worker: so many steps run at once. `emitted` hears of each end."""
+        """`slots` limit the steps that run at once in all flows of a worker. `emitted` is called after each step."""
         self._engine = engine
         self._emitted = emitted
         self._slots = slots
@@ -200,7 +200,7 @@ class JobHandler:
         askers = await self._engine.find_askers(requests)
         steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
         for ended in await asyncio.gather(*steps, return_exceptions=True):
-            if ended is not None:  # after all have ended: one message takes no other along
+            if ended is not None:  # after all have ended, so that one message does not fail the others
                 raise ended
 
     async def _handle(
@@ -222,7 +222,7 @@ class JobHandler:
             await settle(delivery, await self._move_on(delivery, meaning))
 
     def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
-        """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
+        """Return the leg 2 that an answer is for; None where the request is not the flow's."""
         asker = askers.get(answering.request)
         if asker is None or not self._awaits(asker.name, answering.event):
             return None
@@ -233,12 +233,12 @@ class JobHandler:
         return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
 
     def _awaits(self, name: str, event: str | None) -> bool:
-        """Tell whether an event may be an activity's answer: any may be that of one that this worker lacks."""
+        """Return whether an event may be an activity's answer: any may be, for an activity that this worker lacks."""
         activity = self._engine.flow.activities.get(name)
         return event is None or activity is None or activity.answer in {None, event}
 
     async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
-        """Run the steps that are due; what was delivered too often in vain fails its activity, so that no job waits."""
+        """Run the steps that are due; a message that was delivered too often fails its activity: no job waits."""
         pause = _PAUSES.seconds(delivery.attempt)
         try:
             if delivery.attempt > _MOST_DELIVERIES:
@@ -301,13 +301,13 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
                 await self._begin(js, place)
         for engine in self.engines.values():
             await engine.bring_back()
-            await engine.look_after_requests()
+            await engine.ask_again()
 
     async def _begin(self, js: JetStreamContext, place: Place) -> None:
         try:
             stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
         except NotFoundError:
-            return  # nobody has declared it yet: the next look will find it
+            return  # it is not declared yet: the next look will find it
         handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
         consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
         self.begin((place.flow, place.mesh), consumer)
@@ -320,6 +320,6 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
             filter_subjects=[f"{place.mesh}.event.>"],
             ack_wait_seconds=self._settings.lease_seconds,
             max_ack_pending=_IN_HAND,
-            batches_at_once=_IN_HAND,  # the steps are limited: one that is slow holds up nothing but its own place
+            batches_at_once=_IN_HAND,  # the steps are limited: a slow one holds up no other
             since=place.since - CLOCK_SKEW,
         )

@@ -315,16 +315,16 @@ async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(r
         "UPDATE postroom.outbox_events SET published_at = now(), stream = 's', stream_created_at = now(), "
         "stream_sequence = 1 WHERE id = $1"
     )
-    await running.engine.look_after_requests()  # nothing is overdue
+    await running.engine.ask_again()  # nothing is overdue
     await running.jobs.connection.execute(published, request)
     await running.jobs.connection.execute(OVERDUE, request)
-    await running.engine.look_after_requests()
+    await running.engine.ask_again()
     query = "SELECT published_at IS NULL AND epoch = 1 FROM postroom.outbox_events WHERE id = $1"
     assert await running.jobs.connection.fetchval(query, request)
     assert await running.ended(start) == ("running", None)
 
     await running.jobs.connection.execute(OVERDUE, request)
-    await running.engine.look_after_requests()
+    await running.engine.ask_again()
     why = f"no answer to the request {request}, asked 2 times, each time for 60 s"
     assert await running.ended(start) == ("failed", why)
 

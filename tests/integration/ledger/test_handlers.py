@@ -152,7 +152,7 @@ async def test_what_is_larger_than_a_message_may_be_fails_its_step(jobs: Jobs, p
     job = await jobs.connection.fetchrow("SELECT state, error FROM ledger.job WHERE id = $1", start.job)
     assert job is not None
     assert job["state"] == "failed"
-    assert f"has {size} bytes, NATS takes {size - 1}" in job["error"]
+    assert f"has {size} bytes, NATS accepts {size - 1}" in job["error"]
 
 
 async def nothing_more(_ctx: Context, _answer: Any) -> None: ...
