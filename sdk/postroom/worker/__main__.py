@@ -1,9 +1,9 @@
-"""`python -m postroom.worker VERB …`: whatever runs a user's code, with the library and nothing else of ours.
+"""`python -m postroom.worker VERB …`: the processes that run a user's code, with the library and nothing else of ours.
 
     run        publish, and run the jobs of flows
     consumer   give messages to a handler behind HTTP
     agent      handle messages with an agent's class
-    describe   say what an agent or a flow is called, as JSON
+    describe   print the name of an agent or a flow, as JSON
     replay     build an agent's state from its event store, as JSON
 
 `postroom worker run`, `postroom consumer run` and `postroom agent run` are the first three.
@@ -22,11 +22,11 @@ import msgspec
 
 from postroom.chassis.exits import Exit, Fatal
 
-_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+_INTERRUPTED: Final = 130  # 128 + SIGINT, as in shells
 
 
 def main() -> int:
-    """Do what the words ask for; what is fatal becomes a sentence and its exit code."""
+    """Run the verb; a `Fatal` becomes a sentence and its exit code."""
     options = _parser().parse_args()
     try:
         options.do(options)
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     agent.add_argument("--tenant", help="the mesh that it works in")
     agent.add_argument("--workspace", help="its workspace there")
 
-    describe = verb("describe", _describe, says="postroom", help_text="Say what an agent or a flow is called, as JSON.")
+    describe = verb("describe", _describe, says="postroom", help_text="Print the name of an agent or a flow, as JSON.")
     describe.add_argument("kind", choices=["agent", "flow"])
     describe.add_argument("what", metavar="MODULE:NAME")
 
@@ -118,7 +118,7 @@ def _describe(options: argparse.Namespace) -> None:
     from postroom.delivery.agents.runtime import load_agent  # noqa: PLC0415
     from postroom.ledger.engine import load_flow  # noqa: PLC0415
 
-    with redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
+    with redirect_stdout(sys.stderr):  # what a user's module prints is not part of the answer
         if options.kind == "agent":
             found: dict[str, Any] = {"name": agent_name(load_agent(options.what))}
         else:

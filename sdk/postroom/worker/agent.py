@@ -1,4 +1,4 @@
-"""An agent: NATS, event store and consumers, as its section says."""
+"""An agent: NATS, event store and consumers, by its section of the config."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunningAgent:
-    """An agent that runs, and what it is made of."""
+    """A running agent and its parts."""
 
     agent: str
     config: AgentSection
@@ -42,12 +42,12 @@ class RunningAgent:
 
     @property
     def name(self) -> str:
-        """What it is called beside others in one process."""
+        """Its name among the parts of a process."""
         return f"agent {self.config.tenant}.{self.config.workspace}.{self.agent}"
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What tells its metrics from those of others."""
+        """The labels that distinguish its metrics from those of other parts."""
         return {"mesh": self.config.tenant, "workspace": self.config.workspace, "agent": self.agent}
 
     def totals(self) -> dict[str, int]:
@@ -64,11 +64,11 @@ class RunningAgent:
         return [*nats, *(consumer.trouble for consumer in self.consumers if consumer.trouble is not None)]
 
     def concerns(self) -> list[str]:
-        """Return nothing: whatever is wrong keeps it from handling messages."""
+        """Return nothing: all that can be wrong keeps it from handling messages, and is a reason."""
         return []
 
     async def status(self) -> None:
-        """Say nothing: an agent knows of no backlog."""
+        """Return None: an agent does not know its backlog."""
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""
@@ -84,7 +84,7 @@ class RunningAgent:
         return of_agent(self.runtime, [consumer.counters for consumer in self.consumers])
 
     async def finish(self) -> None:
-        """Take nothing more and finish what is in hand; what can't be published now waits in the store."""
+        """Take no more messages and finish those in hand; what can't be published now waits in the store."""
         try:
             async with asyncio.timeout(self.config.stop_seconds):
                 await asyncio.gather(*(consumer.stop() for consumer in self.consumers))
@@ -99,7 +99,7 @@ async def open_agent(
     """Build everything, and close it.
 
     Raises `Fatal`: 78 for a wrong agent, config or store, 69 where NATS can't be reached, 75 without a stream, 74
-    where the disk failed under a commit.
+    where the disk failed during a commit.
     """
     subjects = fill_subjects(agent, config.tenant, config.workspace)
     async with AsyncExitStack() as stack:
@@ -117,7 +117,7 @@ async def open_agent(
                 attempts=Attempts(config.max_deliver, config.backoff.schedule),
             )
             stack.push_async_callback(runtime.close)
-            # A worker that starts beside it may be about to declare the streams.
+            # A worker that starts at the same time may be about to declare the streams.
             patience = Patience(config.start_seconds)
             consumers = await retrying(lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), patience)
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
@@ -128,6 +128,6 @@ async def open_agent(
 
 
 def _exit(error: PostroomError) -> Exit:
-    if error.code == "stream_not_found":  # whoever declares it may only be starting
+    if error.code == "stream_not_found":  # the worker that declares it may still be starting
         return Exit.TRY_AGAIN
     return Exit.UNAVAILABLE if error.retryable else Exit.CONFIG

@@ -1,6 +1,6 @@
-"""What a worker can be configured with: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (docs/configuration.md).
+"""The config of a worker: one TOML file, whose keys `POSTROOM_WORKER_<KEY>` overrides (docs/configuration.md).
 
-A consumer, or an agent, can have a process and a file of its own: a worker with that one section, whose keys
+A consumer or an agent can have a process and a file of its own: a worker with that one section, whose keys
 `POSTROOM_CONSUMER_<KEY>` or `POSTROOM_AGENT_<KEY>` overrides.
 """
 
@@ -46,13 +46,13 @@ PREFIX: Final = "POSTROOM_WORKER_"
 CONSUMER_PREFIX: Final = "POSTROOM_CONSUMER_"
 AGENT_PREFIX: Final = "POSTROOM_AGENT_"
 
-_NATS_URL: Final = "POSTROOM_NATS_URL"  # these are what `postroom up` writes, for every verb
+_NATS_URL: Final = "POSTROOM_NATS_URL"  # `postroom up` writes these, for every verb
 _DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _WORKER_SHARED: Final = {_DATABASE_URL: "DATABASE_URL", _NATS_URL: "NATS_URL"}
 _AGENT_SHARED: Final = {_NATS_URL: "NATS_URL", "POSTROOM_MESH": "TENANT"}
 
 
-# What each process has once, whatever it runs.
+# What each process has once, with any parts.
 ListenHost = Annotated[str, Meta(description="address of /health, /ready and /metrics")]
 ListenPort = Annotated[
     Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
@@ -86,7 +86,7 @@ class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stream(self) -> StreamSettings | None:
-        """How the consumer's stream is declared: here, or as the context's default where it has that name."""
+        """The declaration of the consumer's stream: here, or the context's default of that name."""
         known = [*self.streams, *default_streams(self.context)]
         return next((stream for stream in known if stream.name == self.consumer.stream), None)
 
@@ -131,7 +131,7 @@ class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     agent: AgentSettings = msgspec.field(default_factory=AgentSettings)
 
     def consumer(self, agent: type[Agent[Any]]) -> ConsumerSettings:
-        """Return the durable consumer of `agent`, on whichever stream keeps its subjects."""
+        """Return the durable consumer of `agent`; its stream is replaced by those that have its subjects."""
         return ConsumerSettings(
             stream="any",
             durable=self.durable or f"{agent_name(agent)}_consumer",
@@ -151,7 +151,7 @@ class AgentConfig(AgentSection, kw_only=True, forbid_unknown_fields=True):
     log_level: LogLevel = "info"
 
     def name_agent(self, given: str | None) -> str:
-        """Return which class is meant, `given` before the config's; raises `Fatal` (2) where neither says."""
+        """Return the name of the class, `given` or the config's; raises `Fatal` (2) where neither is set."""
         name = given or self.agent_class
         if name is None:
             sentence = (
@@ -187,7 +187,7 @@ class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """How long it is known what was done once."""
+    """How long the keys of `postroom.once` are kept."""
 
     keep_days: Annotated[
         float,
@@ -256,7 +256,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def database(self) -> str:
-        """The database that it publishes from; raises `Fatal` (78) if there is none."""
+        """The database that it publishes from; raises `Fatal` (78) where it has none."""
         if self.database_url is None:
             raise Fatal(Exit.CONFIG, "database_url is not set: set it, or this worker publishes nothing")
         return self.database_url
@@ -265,7 +265,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def load_config(
     file: Path | None, environ: Mapping[str, str] = os.environ, *, flows: Sequence[str] = ()
 ) -> WorkerConfig:
-    """Read and check the config, with `flows` beside its own; raises `Fatal` (78) with the path of what is wrong."""
+    """Read and check the config, and add `flows` to its own; raises `Fatal` (78) with the path of what is wrong."""
     config = load(WorkerConfig, file, prefix=PREFIX, environ=environ, shared=_WORKER_SHARED if file is None else None)
     config.flows += flows
     if config.database_url is None and (config.flows or not (config.sources or config.consumers or config.agents)):
@@ -298,7 +298,7 @@ def direct_config(
     secret_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ConsumerConfig:
-    """Make the config of the consumer `name` of a context's events, with the servers that the environment names.
+    """Make the config of the consumer `name` of a context's events, with the servers of the environment.
 
     Raises `Fatal` (78) with what is missing or wrong.
     """
@@ -331,7 +331,7 @@ def load_agent_config(
     workspace: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> AgentConfig:
-    """Read and check the config of an agent's process; the arguments win. Raises `Fatal` (78)."""
+    """Read and check the config of an agent's process; arguments override it. Raises `Fatal` (78)."""
     passed = {"TENANT": tenant, "WORKSPACE": workspace}
     given = {AGENT_PREFIX + key: value for key, value in passed.items() if value is not None}
     config = load(AgentConfig, file, prefix=AGENT_PREFIX, environ={**environ, **given}, shared=_AGENT_SHARED)
@@ -340,7 +340,7 @@ def load_agent_config(
 
 
 def worker_of(config: ConsumerConfig | AgentConfig) -> WorkerConfig:
-    """Return the worker that runs this and nothing else."""
+    """Return the config of a worker that runs this part only."""
     return WorkerConfig(
         nats=config.nats,
         listen_host=config.listen_host,
@@ -392,7 +392,7 @@ def _check_kept(key: str, days: float, least_key: str, least: float, twice: str 
 
 
 def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the store of the agent of that name lies; raises `Fatal` (78) where nothing says."""
+    """Return the directory of the store of the agent of that name; raises `Fatal` (78) where none is configured."""
     if config.state_directory is not None:
         return config.state_directory
     if stack := environ.get("POSTROOM_STATE"):

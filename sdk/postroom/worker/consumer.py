@@ -1,4 +1,4 @@
-"""A consumer with an HTTP handler: connections, inbox, calls and sweep, as its section says."""
+"""A consumer with an HTTP handler: connections, inbox, calls and sweep, by its section of the config."""
 
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,12 +32,12 @@ from postroom.worker.metrics import of_consumer
 
 _log = structlog.get_logger(__name__)
 
-_NATS_PATIENCE: Final = 20.0  # seconds; then the process ends, and whoever started it tries again
+_NATS_PATIENCE: Final = 20.0  # seconds; then the process ends, and its supervisor starts it again
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConsumer:
-    """A consumer that runs, and what it is made of."""
+    """A running consumer and its parts."""
 
     config: ConsumerSection
     pool: Pool
@@ -47,12 +47,12 @@ class HttpConsumer:
 
     @property
     def name(self) -> str:
-        """What it is called beside others in one process."""
+        """Its name among the parts of a process."""
         return f"consumer {self.config.consumer.durable}"
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What tells its metrics from those of others."""
+        """The labels that distinguish its metrics from those of other parts."""
         return {"consumer": self.config.consumer.durable}
 
     def totals(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class HttpConsumer:
             return None
 
     def concerns(self) -> list[str]:
-        """Return nothing: whatever is wrong keeps it from consuming."""
+        """Return nothing: all that can be wrong keeps it from consuming, and is a reason."""
         return []
 
     async def metrics(self) -> list[Metric]:
@@ -84,7 +84,7 @@ class HttpConsumer:
         return of_consumer(self.consumer, await self.backlog())
 
     async def status(self) -> str:
-        """Say what waits, and whether calls pause."""
+        """Return what waits, and whether calls pause."""
         backlog = await self.backlog()
         waiting = "an unknown number of messages" if backlog is None else counted(backlog.messages, "message")
         handler = self.consumer.handler
@@ -100,7 +100,7 @@ class HttpConsumer:
         return {"consumer": run_alone(self.consumer), "retention": self.consumer.retention.run()}
 
     async def finish(self) -> None:
-        """Take nothing more, begin no further call, and wait for those under way."""
+        """Take no more messages, begin no further call, and wait for those under way."""
         await self.consumer.stop()
 
 
@@ -116,7 +116,7 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
         stack.push_async_callback(close_pool, pool)
         nats = await _connected(worker.nats, config.streams, name)
         stack.push_async_callback(nats.close)
-        # The calls are limited, not the batches: one slow call holds up nothing but its own place.
+        # The calls are limited, not the batches: one slow call holds up no other message.
         unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
         consumer = PostingConsumer(
             nats.jetstream(),
@@ -133,12 +133,12 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
 
 
 async def _declare(consumer: Consumer) -> None:
-    """Bring the consumer to its settings, or say why that may not be."""
+    """Create the consumer or change it to its settings; raises `Fatal` where that is not allowed."""
     try:
         await consumer.declare()
     except Conflict as error:
         raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
-    except PostroomError as error:  # nobody has declared the stream yet, or NATS is not ready: `run` tries again
+    except PostroomError as error:  # the stream is not declared yet, or NATS is not ready: `run` tries again
         _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
 
 

@@ -32,9 +32,9 @@ def of_publication(
     jobs: Jobs | None,
     orphan_check: OrphanCheck | None,
 ) -> list[Metric]:
-    """Return every metric of publishing, and of all `durables`, which NATS knows, whether they run or not.
+    """Return every metric of publishing, and of all `durables`, whether they run or not.
 
-    Without `backlogs`, which Postgres knows, there are none of them.
+    `backlogs` is empty where Postgres cannot be asked: then their metrics have no samples.
     """
     counters = {publisher.source.name: publisher.counters for publisher in publishers}
     working = {source: float(one.trouble is None) for source, one in counters.items()}
@@ -82,7 +82,7 @@ def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
     gauges: dict[str, tuple[str, Callable[[Durable], float | None]]] = {
         "waiting_messages": ("Messages that a durable consumer has yet to be given.", lambda one: one.waiting),
         "in_hand_messages": ("Messages that it was given and has not settled.", lambda one: one.in_hand),
-        "asking": ("1 while somebody asks for its messages.", lambda one: one.asks),
+        "asking": ("1 while a program asks for its messages.", lambda one: one.asks),
         "paused": ("1 while an operator pauses it, or its handler is unreachable.", lambda one: one.paused is not None),
         "seen_timestamp_seconds": (
             "When it was last given or settled a message.",
@@ -100,7 +100,7 @@ def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
 
 
 def of_consumer(consumer: PostingConsumer, backlog: Backlog | None) -> list[Metric]:
-    """Return every metric of a consumer; without a backlog where Postgres could not tell it."""
+    """Return every metric of a consumer; without those of the backlog where Postgres cannot be asked."""
     counters, reach = consumer.handler.counters, consumer.handler.reach
     reachable = "0 while calls pause because the handler is unreachable"
     away = "How long the handler has been unreachable"
@@ -142,14 +142,14 @@ def of_agent(runtime: AgentRuntime, consumers: Sequence[ConsumerCounters]) -> li
 
 
 def labelled(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Add labels to every sample, where a process runs several of what has such families."""
+    """Add labels to every sample, where several parts of a process have such families."""
     for family in families:
         family.samples = [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
         yield family
 
 
 def merged(families: Iterable[Metric]) -> list[Metric]:
-    """Put the samples of equal families into one, as the text format wants it."""
+    """Merge the samples of equal families, as the text format requires."""
     found: dict[str, Metric] = {}
     for family in families:
         if (same := found.setdefault(family.name, family)) is not family:
@@ -179,5 +179,5 @@ def _pick(values: Mapping[str, object], field: str) -> dict[str, float]:
 
 
 def _age(moment: datetime | None) -> float:
-    """Return the seconds since then; none where nothing waits."""
+    """Return the seconds since then; 0 where nothing waits."""
     return 0.0 if moment is None else max(0.0, time.time() - moment.timestamp())

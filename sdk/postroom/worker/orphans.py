@@ -1,7 +1,7 @@
 """The orphan check: does every accept have all its rows, and every row its accept (docs/contract/accept.md#accept-38).
 
-It reads one snapshot, so that it may run beside accepts and sweeps; each violation is a bug or a damaged database. One
-worker of those that share a database runs it every night (`postroom broker orphan-check` does it by hand), and all of
+It reads one snapshot, so that it may run during accepts and sweeps; each violation is a bug or a damaged database. One
+of the workers that share a database runs it every night (`postroom broker orphan-check` does it by hand), and all of
 them report what it found in `/health` and the metrics until a check finds nothing. A worker that was down at night
 makes up for it.
 """
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 _QUERIES: Final = load_queries("postroom.worker", "orphans.sql")
 _ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)  # no broker forgets an id earlier, whatever its config was
 _LOOK_SECONDS: Final = 60.0
-_LATE: Final = timedelta(hours=26)  # after which somebody should know that it has not run
+_LATE: Final = timedelta(hours=26)  # after which an operator should know that it has not run
 _DAY: Final = timedelta(days=1)
 
 
@@ -55,7 +55,7 @@ class LastCheck(NamedTuple):
 
 
 class OrphanCheckSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """When the database is checked for what is incomplete."""
+    """When the database is checked for incomplete rows."""
 
     enabled: Annotated[bool, Meta(description="whether this worker runs the check and reports its result")] = True
     hour: Annotated[int, Meta(ge=0, le=23, description="the hour of the day, in UTC, at which it begins")] = 3
@@ -83,7 +83,7 @@ class OrphanCheck:
         self._trouble = "no worker ran at that hour"
 
     async def run(self) -> None:
-        """Look every minute, until cancelled, whether a check is due; one that fails is due still."""
+        """Look every minute, until cancelled, whether a check is due; one that failed is still due."""
         while True:
             try:
                 await self.look()
@@ -93,11 +93,11 @@ class OrphanCheck:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Check where it is due and nobody else is at it, and read what the last check found."""
+        """Check where that is due and no other worker does it, and read what the last check found."""
         self.last = await last_check(self._pool)
         now = self._clock()
         tonight = now.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
-        due = tonight if tonight <= now else tonight - _DAY  # the last moment at which a check was to begin
+        due = tonight if tonight <= now else tonight - _DAY  # the last time at which a check should have begun
         if self.last is not None and self.last.at >= due:
             return
         self.last = await check_if_due(self._url, due, events_kept=self._events_kept)
@@ -107,11 +107,11 @@ class OrphanCheck:
 
     @property
     def at(self) -> datetime:
-        """When the last check began; where there was none, since when one is waited for."""
+        """When the last check began; where there was none, when this worker did."""
         return self._since if self.last is None else self.last.at
 
     def reasons(self) -> list[str]:
-        """Say what it found, or that it has not run for long."""
+        """Return what it found, and whether it has not run for long."""
         at = self.at
         found = [] if self.last is None else self.last.violations
         reasons = []
@@ -127,7 +127,7 @@ class OrphanCheck:
 
 
 async def check_if_due(url: str, due: datetime, *, events_kept: timedelta) -> LastCheck | None:
-    """Check where that was not done since `due`, unless another process is at it; return the last check there is.
+    """Check where that was not done since `due`, unless another process does it now; return the last check.
 
     Raises `Fatal` where Postgres refuses the connection.
     """
@@ -146,10 +146,10 @@ async def last_check(connection: Connection | Pool) -> LastCheck | None:
 
 
 async def check(connection: Connection, events_kept: timedelta) -> LastCheck:
-    """Find the orphans, and keep what was found where that may be written."""
+    """Find the orphans, and record them where the database can be written."""
     began = datetime.now(UTC)
     done = LastCheck(began, await find_orphans(connection, events_kept=events_kept))
-    with suppress(asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientPrivilegeError):  # as of a replica
+    with suppress(asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientPrivilegeError):  # a replica, for example
         await connection.execute(_QUERIES["record_check"], began, msgspec.json.encode(done.violations).decode())
     return done
 

@@ -1,7 +1,7 @@
 -- name: find_orphans
 -- Every row that an accept should have written, or that is left without one (docs/contract/accept.md#accept-38).
--- $1 is how long an event is kept at least, from the accept on: an older one may have been pruned. $2 is how long an id
--- is recognised at least: an older event may have outlived its message and the tombstone of that.
+-- $1 is the least time that an event is kept, from the accept on: an older one may have been pruned. $2 is the least time
+-- that an id is recognised: an older event may have outlived its message and that message's tombstone.
 WITH live AS MATERIALIZED (
   SELECT * FROM mesh.client_message_dedupe WHERE history_available
 ), message AS MATERIALIZED (
@@ -10,7 +10,7 @@ WITH live AS MATERIALIZED (
   SELECT broker_message_id, CASE WHEN recipient_id IS NULL THEN 'queue' ELSE 'dm' END, accepted_at
   FROM mesh.message_queue
 ), announced AS (
-  -- Services write events of their own into the same table, of any aggregate: an accept's names itself in its payload.
+  -- Services write events of their own into the same table, of any aggregate: an accept's has its own id in the payload.
   -- One that an operator dropped counts as well.
   SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at FROM (
     SELECT id, aggregate_type, aggregate_id, event_type, payload, occurred_at FROM postroom.outbox_events

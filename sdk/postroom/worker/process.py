@@ -1,7 +1,7 @@
-"""A worker as a process: its parts, each built as its config says, one page, one stop.
+"""A worker as a process: its parts, each built from its config, one page, one stop.
 
 A part is a database that is published from, a consumer, or an agent. The first loop of any of them that ends too early
-ends the process. Any number of workers may run the same: what one has claimed, the others leave alone.
+ends the process. Any number of workers may run the same parts: what one has claimed, the others leave alone.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from postroom.worker.publication import open_publication, open_source
 _log = structlog.get_logger(__name__)
 
 _STATUS_SECONDS: Final = 5.0
-_BEGIN_SECONDS: Final = 2.0  # that a start may take before its report says what is in the way
+_BEGIN_SECONDS: Final = 2.0  # that a start may take before it is reported as degraded
 _LOOK_SECONDS: Final = 0.02
 
 
 class Part(Protocol):
-    """What a worker runs, one or several."""
+    """A part of a worker."""
 
     @property
     def name(self) -> str:
-        """What it is called beside others in one process."""
+        """Its name among the parts of a process."""
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What tells its metrics from those of others."""
+        """The labels that distinguish its metrics from those of other parts."""
 
     @property
     def pool(self) -> Pool | None:
@@ -58,19 +58,19 @@ class Part(Protocol):
         """The flows that it runs."""
 
     def totals(self) -> Mapping[str, int]:
-        """Return what it has done since it started, as a report counts it."""
+        """Return the counts of a report: what it has done since it started."""
 
     def reasons(self) -> list[str]:
         """Return what keeps it from working now."""
 
     def concerns(self) -> list[str]:
-        """Return what somebody should look at although it works."""
+        """Return what an operator should look at although it works."""
 
     async def metrics(self) -> list[Metric]:
         """Return its metrics."""
 
     async def status(self) -> str | None:
-        """Say how far it is, for the service manager."""
+        """Return how far it is, for the service manager."""
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""
@@ -79,7 +79,7 @@ class Part(Protocol):
         """Return what runs until the stop, by name."""
 
     async def finish(self) -> None:
-        """Begin nothing more, and wait for what is in hand."""
+        """Take no more work, and wait for what is in hand."""
 
 
 def run(config: WorkerConfig) -> None:
@@ -102,7 +102,7 @@ async def _run(config: WorkerConfig) -> None:
         stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if stop.is_set():  # servers may be waited for; what is open already is closed
+        if stop.is_set():  # it may still wait for servers; what is open already is closed
             await runtime.end({opening})
             return
         parts = opening.result()
@@ -114,7 +114,7 @@ async def _run(config: WorkerConfig) -> None:
         if (pool := next((part.pool for part in parts if part.pool is not None), None)) is not None:
             tasks["reports"] = _report(parts, url, pool)
         if runtime.managed():
-            tasks["status"] = _tell_status(parts)
+            tasks["status"] = _notify_status(parts)
         if (seconds := runtime.watchdog_seconds()) is not None:
             tasks["watchdog"] = runtime.answer_watchdog(seconds / 2)
 
@@ -154,8 +154,8 @@ async def open_parts(config: WorkerConfig) -> AsyncIterator[Sequence[Part]]:
 async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> AsyncIterator[str | None]:
     """Serve `/health`, `/ready` and `/metrics`, and yield their URL; None, and no page, where `port` is None.
 
-    What a part lacks is in both, and `/ready` answers 503 then; its concerns are in `/health` too, and keep it from
-    nothing. Raises `Fatal` (69) where the port is taken.
+    The reasons of parts are in `/health` and `/ready`, which answers 503 then; their concerns are in `/health` only,
+    and do not change the status code. Raises `Fatal` (69) where the port is taken.
     """
     if port is None:
         yield None
@@ -188,7 +188,7 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
 
 
 async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
-    """Report how the parts are, in the database of the first that has one, until it is cancelled."""
+    """Report the state of the parts, in the database of the first that has one, until cancelled."""
     reporter = Reporter("postroom", page)
     reports = PostgresReports(pool, "worker", ", ".join(part.name for part in parts))
 
@@ -208,7 +208,7 @@ async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
 
     with suppress(TimeoutError):
         async with asyncio.timeout(_BEGIN_SECONDS):
-            while any(glance()):  # noqa: ASYNC110 - it is polled from then on too
+            while any(glance()):  # noqa: ASYNC110 - it is polled afterwards too
                 await asyncio.sleep(_LOOK_SECONDS)
     try:
         await keep_reporting(look, reports.keep, glance)
@@ -216,7 +216,7 @@ async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
         await asyncio.shield(reports.withdraw())
 
 
-async def _tell_status(parts: Sequence[Part]) -> None:
+async def _notify_status(parts: Sequence[Part]) -> None:
     while True:
         said = [_said(parts, part, status) for part in parts if (status := await part.status()) is not None]
         if said:
@@ -225,5 +225,5 @@ async def _tell_status(parts: Sequence[Part]) -> None:
 
 
 def _said(parts: Sequence[Part], part: Part, text: str) -> str:
-    """Say of which part a text is, where there are several."""
+    """Add the name of the part to a text, where there are several."""
     return f"{part.name}: {text}" if len(parts) > 1 else text

@@ -1,6 +1,6 @@
 """What a worker does for a database: publishers, upkeep, webhooks and jobs, on pools of their own.
 
-NATS may be away all the while, from the start on: what cannot be published waits in Postgres.
+NATS may be unreachable at any time, even at the start: what cannot be published waits in Postgres.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from postroom.worker.upkeep import Upkeep
 
 _log = structlog.get_logger(__name__)
 
-_CONNECTIONS: Final = 9  # one for each publisher, the bell, two for the upkeep, one for what is old, some for who asks
+_CONNECTIONS: Final = 9  # one for each publisher, the bell, two for the upkeep, one for retention, some for the page
 _SOURCE_CONNECTIONS: Final = 7  # the same, with two publishers
 _WEBHOOK_CONNECTIONS: Final = 3
-_DELIVERIES_APART: Final = 0.025  # seconds: a small batch costs nearly what a large one does
-_LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
+_DELIVERIES_APART: Final = 0.025  # seconds: a small batch costs nearly as much as a large one
+_LEASE_CONNECTIONS: Final = 4  # in addition to one for each step that runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Publication:
     webhooks: Webhooks | None = None  # None: this database has no meshes
     jobs: Jobs | None = None  # None: it has no flows
     job_retention: JobRetention | None = None  # None: it has no jobs
-    orphan_check: OrphanCheck | None = None  # None: it has no meshes, or is not to check
+    orphan_check: OrphanCheck | None = None  # None: it has no meshes, or the check is disabled
     name: str = "publishing"
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,11 +104,11 @@ class Publication:
         return [*waiting, *(f"{name} do not run: {trouble}" for name, trouble in held.items())]
 
     def concerns(self) -> list[str]:
-        """Return what somebody should look at although it works."""
+        """Return what an operator should look at although it works."""
         return [] if self.orphan_check is None else self.orphan_check.reasons()
 
     async def backlogs(self) -> dict[str, SourceBacklog]:
-        """Ask every source for its backlog; none where Postgres cannot be asked."""
+        """Return the backlog of every source; none where Postgres cannot be asked."""
         try:
             return {source.name: await source.backlog() for source in self.sources}
         except POSTGRES_ERRORS:
@@ -127,7 +127,7 @@ class Publication:
         )
 
     async def status(self) -> str:
-        """Say what waits."""
+        """Return what waits."""
         waiting = [f"{source} {backlog.count:,}" for source, backlog in (await self.backlogs()).items()]
         return f"waiting: {', '.join(waiting)}" if waiting else "Postgres does not answer"
 
@@ -153,7 +153,7 @@ class Publication:
         return tasks
 
     async def finish(self) -> None:
-        """Begin nothing more, and wait for what is in hand."""
+        """Take no more work, and wait for what is in hand."""
         handling = [service.stop() for service in (self.webhooks, self.jobs) if service is not None]
         await asyncio.gather(self.upkeep.stop(), *handling, *(publisher.stop() for publisher in self.publishers))
 
@@ -196,8 +196,9 @@ async def open_source(
 ) -> AsyncIterator[Publication]:
     """Build what publishes from an application's database, and close it.
 
-    One that cannot be reached is waited for, while the others are published. Its meshes are those of the broker, where
-    `publication` has the broker's database. Raises `Fatal`: 78 where the login is refused or no outbox is installed.
+    A database that cannot be reached is waited for, while the others are published. Its meshes are those of the broker,
+    where `publication` has the broker's database. Raises `Fatal`: 78 where the login is refused or no outbox is
+    installed.
     """
 
     async def check(connection: Connection) -> None:
@@ -237,8 +238,8 @@ def _publication(
             config.deliveries if source.table is DELIVERIES else config.events,
             config.nats,
             name=f"{name} {source.name}",
-            opened=upkeep.look_after,
-            rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+            opened=upkeep.prepare,
+            rng=random.Random(),  # noqa: S311 - it spreads retries, no secret depends on it
             apart=_DELIVERIES_APART if source.table is DELIVERIES else 0.0,
         )
         for source in sources

@@ -1,6 +1,6 @@
-"""Keeping streams and record in order: at each new connection before anything is published on it, and now and then.
+"""Keeping streams and record in order: on each new connection before anything is published on it, and periodically.
 
-The upkeep has a connection of its own, on which it hears what others take out of the streams; that begins a round.
+The upkeep has a connection of its own, on which it hears what others remove from the streams; that begins a round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = structlog.get_logger(__name__)
 
 _FIRST_SECONDS: Final = 20.0  # that a worker waits at its start for the streams of its consumers and agents
 _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
-_DURABLES_SECONDS: Final = 10.0  # for which what is known of the consumers is told again
+_DURABLES_SECONDS: Final = 10.0  # for which the state of the consumers is cached
 _LAG_SECONDS: Final = 30.0  # between two notes of how far behind they are: one in each minute at least
 _LINK_SECONDS: Final = 0.5  # between two looks whether NATS can be asked
 
@@ -50,8 +50,8 @@ _LINK_SECONDS: Final = 0.5  # between two looks whether NATS can be asked
 class Upkeep:
     """Declares streams and compares them with the record.
 
-    `broker` is the broker's database where that is another one: its meshes are made known in this one, so that nothing
-    is emitted to any other.
+    `broker` is the broker's database where that is another one: its meshes are copied to this one, so that nothing is
+    emitted to others.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Upkeep:
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, sources, record)
-        self._keys = PostgresStore(pool)  # of all tenants, topics and groups; handlers create it, where they do
+        self._keys = PostgresStore(pool)  # of all tenants, topics and groups; it exists where handlers created it
         self._durables: Sequence[Durable] = ()
         self._durables_at = -math.inf  # by the loop's clock
 
     async def run(self) -> None:
-        """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
+        """Maintain the streams until `stop`; an outage of NATS or Postgres ends one round only."""
         while not self._stopping:
             self._wake.clear()
             try:
@@ -91,9 +91,9 @@ class Upkeep:
             await within(self._config.record.check_seconds, self._wake)
 
     async def durables(self) -> Sequence[Durable]:
-        """Return how far the durable consumers of all meshes are, of at most ten seconds ago.
+        """Return how far the durable consumers of all meshes are, as of at most ten seconds ago.
 
-        None where the database has no meshes, or while NATS or Postgres cannot be asked.
+        There are none where the database has no meshes, or while NATS or Postgres cannot be asked.
         """
         link, now = self._link, asyncio.get_running_loop().time()
         if link is None or not self._has_broker or now - self._durables_at < _DURABLES_SECONDS:
@@ -107,35 +107,35 @@ class Upkeep:
         return found
 
     async def note_lag(self) -> None:
-        """Keep how far behind the durable consumers are in each minute, until it is cancelled."""
+        """Record how far behind the durable consumers are in each minute, until cancelled."""
         while True:
             with suppress(*POSTGRES_ERRORS):
                 await keep_waiting(self._pool, await self.durables())
             await asyncio.sleep(_LAG_SECONDS if self._link is not None else _LINK_SECONDS)
 
     async def declare_first(self) -> None:
-        """Declare the streams before what reads them begins; with NATS or Postgres away nothing is declared yet."""
+        """Declare the streams before their readers begin; an outage of NATS or Postgres leaves that for later."""
         try:
             await retrying(self._round, Patience(_FIRST_SECONDS))
         except (PostroomError, *POSTGRES_ERRORS) as error:
             _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
 
     async def stop(self) -> None:
-        """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
+        """Finish the round: nats-py could lose a cancellation during it."""
         self._stopping = True
         self._wake.set()
         async with self._working, self._one_at_a_time:
             if self._link is not None:
                 await self._link.close()
 
-    async def look_after(self, link: Link) -> None:
+    async def prepare(self, link: Link) -> None:
         """Declare what is missing and make unpublished what was lost, as seen through `link`.
 
         Raises `PostroomError`, and `Fatal` (78) where a stream differs from its declaration and would lose messages.
         """
         async with self._one_at_a_time:
             if not self._stopping:
-                await self._connected()  # what is done in a stream from its first message on is heard
+                await self._connected()  # so that it hears what is done in a stream from its first message on
             await self._look(link)
 
     async def _round(self) -> None:
@@ -147,13 +147,13 @@ class Upkeep:
         await self._record.prune()
         keep = self._config.once.keep_days
         if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):
-            _log.info("keys_forgotten", keys=forgotten)  # no other program of ours looks after them
+            _log.info("keys_forgotten", keys=forgotten)  # no other program of ours deletes them
         if self._broker is not None:
             meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
             await know_meshes(self._pool, meshes)
 
     async def _connected(self) -> Link:
-        """Return a connection that stands, and hears."""
+        """Return an open connection that listens."""
         if self._link is None or self._link.broken:
             self._link, self._audit = None, Audit(self._wake.set)
             link = await Link.open(self._config.nats, name="postroom-worker upkeep", ack_seconds=_CALL_SECONDS)
@@ -185,7 +185,7 @@ class Upkeep:
         await self._record.compare(link)
 
     async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
-        """Bring a declared stream about; one that a cluster cannot tell of is left until it can."""
+        """Declare one stream; one whose state a cluster does not know is left until it does."""
         try:
             return await ensure_stream(link.js, stream)
         except Conflict as error:
@@ -193,13 +193,13 @@ class Upkeep:
         except Unavailable as error:
             if link.broken:
                 raise
-            _log.warning("stream_out_of_sight", stream=stream.name, detail=str(error))
+            _log.warning("stream_unavailable", stream=stream.name, detail=str(error))
             return None
 
     async def _declare_defaults(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
-        """Create those streams whose subjects no stream takes yet, and bring existing ones to what the operator set.
+        """Create those streams whose subjects no stream has yet, and change existing ones to what the operator set.
 
-        Nothing is made while the list of streams is incomplete: what seems to be missing may only have no leader.
+        None is created while the list of streams is incomplete: one that seems to be missing may only have no leader.
         """
         done = []
         for stream in streams:
@@ -213,7 +213,7 @@ class Upkeep:
                 continue
             try:
                 done.append(await ensure_stream(link.js, stream, only=only))
-            except PostroomError as error:  # what NATS refuses for this stream; it stays as it is, and the others go on
+            except PostroomError as error:  # NATS refuses it for this stream, which stays as it is; the others go on
                 if isinstance(error, NotPermitted) or (found is None and error.retryable):
                     raise
                 _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
