@@ -1,4 +1,4 @@
-"""Testing programs that use Postroom (docs/testing.md): real checks and real stores, without servers where none is due.
+"""Testing programs that use Postroom (docs/testing.md): real checks and real stores, with servers only where needed.
 
     from postroom.testing import FakeClient
 
@@ -7,8 +7,8 @@
         place_order(post, 17)
         assert [(sent.to, sent.json()) for sent in post.sent] == [("topic:orders", {"order": 17})]
 
-What is checked, and how a repeated id is answered, is the daemon's own code. `handler_request` makes the request that
-a consumer makes; `AgentCase` runs an agent on its real store; `FlowCase` runs a flow with a crash at every commit. The
+The checks, and the answer to a repeated id, are the daemon's own code. `handler_request` makes the request that a
+consumer makes; `AgentCase` runs an agent on its real store; `FlowCase` runs a flow with a crash at every commit. The
 pytest fixture `mailroom`, a whole installation, is in `postroom.testing.fixtures`.
 
 `FakeClient` needs nothing but `postroom`; the others need `postroom[testing]`.

@@ -6,10 +6,9 @@
         assert [(each.type, each.payload["total"]) for each in received.emitted] == [("order_priced", 42)]
         assert case.state.orders == 1
 
-The runtime is the one that runs the agent anywhere: what `receive` returns is committed with the message, a message is
-handled once however often it is delivered, and one that fails is tried again. What it would publish is taken by memory.
-At the end, and at each `restart`, the state is built again from the store alone: it has to be the same, as `apply` is
-to be pure.
+The runtime is the same as in production: what `receive` returns is committed with the message, a message is handled
+once however often it is delivered, and one that fails is tried again. What it publishes stays in memory. At the end,
+and at each `restart`, the state is built again from the store alone: it has to be the same, since `apply` must be pure.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Received(NamedTuple):
-    """What became of a message: `done`, to be tried `later`, or `dead`, and then why; and what was emitted for it."""
+    """What became of a message: `done`, to be tried `later`, or `dead`, why; and what was emitted for it."""
 
     outcome: Literal["done", "later", "dead"]
     error: str | None
@@ -117,7 +116,7 @@ class AgentCase:
         """Deliver one message, and return what became of it.
 
         Without a `subject` it comes on the agent's first one, whose `>` reads as `run`. The same `message_id` is the
-        same message, delivered again. `headers` are more of those in docs/delivery.md. Raises `InvalidMessage` for a
+        same message, delivered again. `headers` are further ones of docs/delivery.md. Raises `InvalidMessage` for a
         subject that the agent does not have, `Fatal` where its store does.
         """
         given = {
@@ -143,7 +142,7 @@ class AgentCase:
         await asyncio.wait({handling, self._running}, return_when=asyncio.FIRST_COMPLETED)
         if not handling.done():
             handling.cancel()
-            await self._running  # which raises why it ended
+            await self._running  # raises why it ended
         match outcomes:
             case [Done()]:
                 return Received("done", None, await self._emitted(before))
@@ -182,7 +181,7 @@ class AgentCase:
         await runtime.close()
 
     async def _check(self, state: Any) -> None:
-        """Build the state from the store alone, which has to be the same."""
+        """Build the state from the store alone; raises `AssertionError` where it is not the same."""
         assert self._directory is not None  # noqa: S101 - as above
         _, memory = await replay(self._agent, database(self._directory))
         if memory.state != state:
@@ -214,15 +213,15 @@ class AgentCase:
 
 
 class _Memory:
-    """What JetStream is to the agent: whatever it is given is there at once, and marked so in the store."""
+    """JetStream in memory: what it is given is published at once, and marked so in the store."""
 
-    most_bytes = 1024 * 1024  # what NATS takes unless it is configured otherwise
+    most_bytes = 1024 * 1024  # the default of NATS
 
     def __init__(self, store: Store, turns: Turns, _owner: Owner, counters: AgentCounters, clock: Clock) -> None:
         self._source = StoreSource(store, turns, RecordSettings(), counters, clock)
         self._store = store
         self._turns = turns
-        self._created_at = datetime.now(UTC)  # of the stream, which goes with its agent
+        self._created_at = datetime.now(UTC)  # of the stream, which ends with its agent
         self._sequence = 0
 
     async def run(self) -> None:

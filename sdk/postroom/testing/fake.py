@@ -1,9 +1,9 @@
 """`FakeClient` and `FakeAsyncClient`: the real clients, over a daemon in memory.
 
-Whatever stands above the socket is the real thing: the clients, their checks, their errors, `send_many`. The daemon
-behind them checks a message by the same functions as the real one, and answers from the same accept table; its outbox
-is a dictionary, which ends with it. Nothing is relayed: a send stays `pending` until a test settles it, or something
-waits for it, as `wait` does; then it is `done`.
+Everything above the socket is real: the clients, their checks, their errors, `send_many`. The daemon behind them checks
+a message by the same functions as the real one, and answers from the same accept table; its outbox is a dictionary,
+which ends with it. Nothing is relayed: a send stays `pending` until a test settles it, or a call such as `wait` waits
+for it; then it is `done`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from postroom.errors import PROBLEM_JSON, NotFound, PostroomError
 
 Outcome = Literal["done", "dead", "aborted"]
 
-_UID: Final = 1000  # whose sends all of them are
+_UID: Final = 1000  # the sender of all of them
 _SEND: Final = re.compile(r"/v1/sends/([^/]+)")
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -45,7 +45,7 @@ _encode: Final = msgspec.json.Encoder().encode
 class Sent(msgspec.Struct, kw_only=True, frozen=True):
     """A message that a fake daemon kept: what the real one would have written to its outbox.
 
-    `body` is in bytes, whatever it was sent as; `meta` is without the mentions, which are sorted, each once.
+    `body` is always bytes; `meta` is without the mentions, which are sorted, each once.
     """
 
     client_message_id: str
@@ -65,7 +65,7 @@ class Sent(msgspec.Struct, kw_only=True, frozen=True):
         return self.body.decode()
 
     def json(self) -> Any:
-        """Return what the body says in JSON; raises `msgspec.DecodeError` where it is not JSON."""
+        """Decode the body as JSON; raises `msgspec.DecodeError` where it is not JSON."""
         return msgspec.json.decode(self.body)
 
 
@@ -84,7 +84,7 @@ class FakeDaemon:
         return [_sent(row.send) for row in list(self._rows.values())]
 
     def settle(self, client_message_id: str, status: Outcome = "done", *, reason: str | None = None) -> None:
-        """Let the broker have accepted a send, refused it for a `reason`, or an operator have aborted it.
+        """Settle a send as if the broker had accepted it, or refused it for a `reason`, or an operator had aborted it.
 
         Raises `NotFound` where nothing was sent under that id.
         """
@@ -135,7 +135,7 @@ class FakeDaemon:
         """Answer one request."""
         if self._failure is not None:
             raise self._failure
-        line, headers, body = _taken_apart(request)
+        line, headers, body = _parsed(request)
         method, target, _ = line.split(" ")
         url, traceparent = urlsplit(target), headers.get("traceparent")
         match method, url.path:
@@ -218,7 +218,7 @@ class _Row:
 
 
 class _Fake(Exchanges):
-    """What a fake client's transport goes over: a function call."""
+    """The transport of a fake client: a function call."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
@@ -240,19 +240,19 @@ class _Fake(Exchanges):
     async def stream(
         self, request: bytes, body: AsyncGenerator[bytes, None], *, connecting: float, silence: float
     ) -> AsyncIterator[tuple[Head, _Lines]]:
-        """Answer a batch, piece by piece; nothing else that streams is faked."""
+        """Answer a batch, piece by piece; no other stream is faked."""
         del connecting, silence
         self._check_open()
         if not request.startswith(f"POST {BATCH} ".encode()):
             self._daemon._answer(request)  # noqa: SLF001 - which refuses it
         if (failure := self._daemon._failure) is not None:  # noqa: SLF001
             raise failure
-        _, headers, _ = _taken_apart(request)
+        _, headers, _ = _parsed(request)
         answer_line = partial(self._daemon._line, traceparent=headers.get("traceparent"))  # noqa: SLF001
         yield _head(200, NDJSON), _Lines(body, answer_line)
 
     async def close(self) -> None:
-        """Refuse whatever comes later, as the real one does; what was sent is still there to be looked at."""
+        """Refuse later calls, as the real one does; what was sent can still be read."""
         self._closed = True
 
     def _check_open(self) -> None:
@@ -305,7 +305,7 @@ class FakeClient(Client):
         return self.daemon.sent
 
 
-def _taken_apart(request: bytes) -> tuple[str, dict[str, str], bytes]:
+def _parsed(request: bytes) -> tuple[str, dict[str, str], bytes]:
     """Return the first line of a request, its headers by their names in lower case, and its body."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")

@@ -1,4 +1,4 @@
-"""The pytest fixture `mailroom`: a whole installation, started once a session, when the first test asks for it.
+"""The pytest fixture `mailroom`: a whole installation, started once per session, when the first test asks for it.
 
     pytest_plugins = ["postroom.testing.fixtures"]  # in the topmost conftest.py
 
@@ -8,8 +8,8 @@
             assert post.wait(sent.client_message_id, 10).status == "done"
 
 It is what `postroom up` runs: Postgres, Redis, NATS, broker, worker and daemon, with the mesh `demo`, its members alice
-(as whom the daemon sends) and bob, the topic `orders` and the queue `work`. It takes some seconds to start, and is gone
-when pytest is, killed or not. The topmost `conftest.py` has to name it, so that no other project's tests load it.
+(as which the daemon sends) and bob, the topic `orders` and the queue `work`. It takes some seconds to start, and ends
+with pytest, even if that is killed. The topmost `conftest.py` has to name it, so that no other project's tests load it.
 """
 
 import os
@@ -33,9 +33,9 @@ _MISSING: Final = (
     "the fixture `mailroom` needs the program `postroom`: pip install 'postroom-server[embedded]', in this environment "
     "or in one whose bin directory is in PATH"
 )
-_UP: Final = "Postroom is up"  # the line that says so
+_UP: Final = "Postroom is up"  # how the line begins that it prints then
 _STOP_SECONDS: Final = 120.0
-# Stops `postroom up` once nobody holds the other end of its input, however pytest has ended.
+# Stops `postroom up` when the other end of its input is closed, however pytest ends.
 _WATCH: Final = '"$@" </dev/null & up=$!; read -r _; kill $up 2>/dev/null; wait $up'
 
 
@@ -43,7 +43,7 @@ class Mailroom:
     """A running installation."""
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
-        self.environment = environment  # how commands and programs find it, as `POSTROOM_SOCKET`
+        self.environment = environment  # by which commands and programs find it, such as `POSTROOM_SOCKET`
         self._program = program
 
     @property
@@ -70,9 +70,9 @@ class Mailroom:
         return AsyncClient(self.socket)
 
     def run(self, *arguments: str) -> str:
-        """Run a command, as `mailroom.run("queue", "create", "billing")`; return its output.
+        """Run a command, as in `mailroom.run("queue", "create", "billing")`; return its output.
 
-        Raises `AssertionError` with what it said where it fails.
+        Raises `AssertionError` with its error output where it fails.
         """
         command = [self._program, *arguments]
         ran = subprocess.run(  # noqa: S603 - the caller's own words, no shell
@@ -85,7 +85,7 @@ class Mailroom:
 
 @pytest.fixture(scope="session")
 def mailroom() -> Iterator[Mailroom]:
-    """Run an installation for as long as the session."""
+    """Run an installation for the length of the session."""
     beside = Path(sys.executable).parent
     program = shutil.which("postroom", path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if program is None:
@@ -108,7 +108,7 @@ def mailroom() -> Iterator[Mailroom]:
                 pytest.fail(f"`postroom up` ended: {said.read().decode(errors='replace').strip()}", pytrace=False)
             yield Mailroom(program, _environment(state / "env"))
         finally:
-            up.communicate(timeout=_STOP_SECONDS)  # which closes its input
+            up.communicate(timeout=_STOP_SECONDS)  # closes its input
             shutil.rmtree(state)
 
 

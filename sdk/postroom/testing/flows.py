@@ -5,11 +5,11 @@
         async with FlowCase(flow, database_url, tables=TABLES, answers=answers) as case:
             await case.crash_at_every_commit({"day": 1}, effects=LOADED)
 
-TABLES makes the tables of the application, and LOADED is the query that shows what the job has left there.
+TABLES creates the tables of the application, and LOADED is the query that shows what the job has left there.
 
-The steps run as in a worker, on the real ledger; what they send stays in memory, and a request is answered by the
-function that `answers` has for its activity. Each run has a database of its own, a copy of one with the ledger's tables
-and the application's, so the role of the URL must be allowed to create databases.
+The steps run as in a worker, on the real ledger; what they send stays in memory, and the function that `answers` has
+for an activity answers its requests. Each run has a database of its own, a copy of one with the ledger's tables and the
+application's, so the role of the URL must be allowed to create databases.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _ANSWERED: Final = "answered"  # the event of an answer that may have any name
 _PRIMITIVES: Final = {
     primitives.QUERIES[name]: name for name in ("enter_leg1", "complete_leg1", "enter_leg2", "spawn", "finish_job")
 }
-_COMMIT: Final = "COMMIT;"  # as asyncpg says it
+_COMMIT: Final = "COMMIT;"  # as asyncpg sends it
 
 _decode: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
 class FlowRun(NamedTuple):
-    """A job that came to its end: how, what its completion returned, what it left, and which steps it committed."""
+    """A job that ended: its state, what its completion returned, what it left, and which steps it committed."""
 
     state: str
     error: str | None  # of a failed job
@@ -107,12 +107,12 @@ class FlowCase:
     async def run(self, request: Any = None, *, effects: Effects = "") -> FlowRun:
         """Run a job that begins with `request` (JSON) to its end.
 
-        `effects` is a query, or a function of a connection, that says what it has left behind.
+        `effects` is a query, or a function of a connection, that returns what it has left behind.
         """
         return await self._run(request, effects, None)
 
     async def crash_at_every_commit(self, request: Any = None, *, effects: Effects) -> FlowRun:
-        """Run the job once as it is, then once for each of its commits with a crash before it, and with one after it.
+        """Run the job once without a crash, then twice for each of its commits: with a crash before it, and after it.
 
         Raises `AssertionError` where a job does not complete, or where a crash changes what it leaves behind. Returns
         the run without a crash.
@@ -160,7 +160,7 @@ class FlowCase:
 
 
 class _Job:
-    """One job, and what is on its way: messages are delivered one after another, until nothing is left to do."""
+    """One job and its messages, which are delivered one after another until nothing is left to do."""
 
     def __init__(
         self, flow: Flow, pool: Pool, url: str, mesh: str, answers: Mapping[str, Callable[[Any], Any]]
@@ -191,7 +191,7 @@ class _Job:
                 await self._pool.execute(QUERIES[query])
 
     async def _employ(self, worker: MortalWorker) -> bool:
-        """Let a worker take what is delivered; return whether it died."""
+        """Deliver the messages to a worker; return whether it died."""
         async with worker.pool(self._url) as pool:
             handler = JobHandler(Engine(pool, self._flow, lease=_LEASE), asyncio.Semaphore(1), lambda: None)
             while not worker.dead:
@@ -211,7 +211,7 @@ class _Job:
 
         with suppress(Crashed):
             await handler.handle([delivery], settle)
-        if worker.dead:  # nobody hears what the dead have said
+        if worker.dead:  # what it settled after its death does not count
             self._waiting.insert(0, delivery)
             return
         match outcomes:
@@ -223,7 +223,7 @@ class _Job:
                 )
 
     async def _publish(self) -> None:
-        """Take what was committed meanwhile, and answer the requests."""
+        """Publish what was committed meanwhile, and answer the requests."""
         more = True
         while more:
             async with self._source.claim(PublisherSettings()) as claim:
@@ -279,14 +279,14 @@ class Crash(NamedTuple):
 
 
 class Crashed(BaseException):
-    """The worker is gone: nothing of it handles this."""
+    """The worker has died: none of its code may handle this."""
 
 
 class MortalWorker:
-    """A worker of flows that may die at one of its commits: right before it, or right after it, before it hears of it.
+    """A worker of flows that may die at one of its commits: right before it, or right after it, before the answer.
 
     Its connections count the commits: the end of a transaction, and each primitive of the ledger that is one by itself.
-    Where it is to die, its connection breaks, as that of a killed process does, and it gets no other.
+    Where it dies, its connection breaks, as that of a killed process does, and it gets no other.
     """
 
     def __init__(self, crash: Crash | None = None) -> None:
@@ -295,7 +295,7 @@ class MortalWorker:
         self._crash = crash
 
     def pool(self, url: str) -> Any:
-        """Make its pool: a context manager that opens it."""
+        """Return its pool, a context manager that opens it."""
         return asyncpg.create_pool(
             url, min_size=1, max_size=2, connection_class=_Mortal, init=self._employ, setup=self._admit
         )

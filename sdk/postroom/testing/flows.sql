@@ -1,4 +1,4 @@
--- What a FlowCase asks of its databases. {name} and {template} are names of databases, which it has made up.
+-- The queries of a FlowCase. {name} and {template} are names of databases, which it chooses.
 
 -- name: create_template
 -- A database for the tables of the ledger and of the application.
@@ -9,7 +9,7 @@ CREATE DATABASE {name};
 CREATE DATABASE {name} TEMPLATE {template};
 
 -- name: drop
--- Removes a database, whoever is still connected.
+-- Removes a database, even with open connections.
 DROP DATABASE IF EXISTS {name} WITH (FORCE);
 
 -- name: find_job
@@ -17,9 +17,9 @@ DROP DATABASE IF EXISTS {name} WITH (FORCE);
 SELECT state, error FROM ledger.job WHERE id = $1;
 
 -- name: end_leases_of_activities
--- Lets the leases of leg 1 that a dead worker had have run out.
+-- Ends the leases of leg 1 that a dead worker had.
 UPDATE ledger.activity SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL;
 
 -- name: end_leases_of_messages
--- Lets the leases of leg 2 that a dead worker had have run out.
+-- Ends the leases of leg 2 that a dead worker had.
 UPDATE ledger.guid SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL;

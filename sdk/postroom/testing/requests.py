@@ -1,9 +1,9 @@
-"""`handler_request`: the request that a consumer makes to a handler, made by the consumer's own code.
+"""`handler_request`: the request of a consumer to a handler, made by the consumer's own code.
 
     request = handler_request({"order": 17}, event="order_paid", secret=SECRET)
     response = web.post("/handle", content=request.body, headers=request.headers)
 
-What a program sent comes as its handler would get it: `handler_request(post.sent[0])`.
+For a message that a program sent, it is the request that its handler would get: `handler_request(post.sent[0])`.
 """
 
 import time
@@ -25,7 +25,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ConsumerRequest(NamedTuple):
-    """The POST of a consumer: its body, and its headers but for those that any HTTP client sets."""
+    """The POST of a consumer: its body, and its headers without those that any HTTP client sets."""
 
     body: bytes
     headers: dict[str, str]
