@@ -1,7 +1,7 @@
-"""Claims: who attempts what, until when, and what became of it; once, for every table that has them.
+"""Claims: which owner attempts what, until when, and what became of it; the same for every table that has them.
 
-Here are the words, and what each table promises: what is said to a worker that asks for a key, and how an attempt at it
-ends. `postgres` and `sqlite` are its two forms, and `leases` keeps what a process holds.
+Here are the types, and what each table promises: the answer to a worker that asks for a key, and how an attempt at it
+ends. `postgres` and `sqlite` are its two forms, and `leases` renews what a process holds.
 
     (none) ──▶ claimed ──▶ done, dead
                  ▲  │
@@ -27,7 +27,7 @@ MAX_RESULT: Final = 1024 * 1024  # bytes
 
 
 class Result(NamedTuple):
-    """What an attempt left for those who ask later, as it is kept."""
+    """The result of an attempt, as it is kept for later claims."""
 
     encoding: Literal["json", "bytes"]
     data: bytes
@@ -36,7 +36,7 @@ class Result(NamedTuple):
     def of(cls, value: Any) -> Self:
         """Encode `value`: bytes stay as they are, everything else is JSON.
 
-        Raises `InvalidMessage` where JSON has no words for it, or it is larger than 1 MiB.
+        Raises `InvalidMessage` where JSON cannot express it, or it is larger than 1 MiB.
         """
         if isinstance(value, (bytes, bytearray)):
             result = cls("bytes", bytes(value))
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The bytes, or what JSON kept of the value."""
+        """The bytes, or the decoded JSON."""
         return self.data if self.encoding == "bytes" else msgspec.json.decode(self.data)
 
 
@@ -71,7 +71,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody else is at it, until `until` at least, unless it ends before."""
+    """Another owner attempts it, until `until` at least, unless that attempt ends before."""
 
     until: datetime
     seconds: float  # from now, by the store's clock
@@ -98,7 +98,7 @@ class Dead:
 
     reason: str
     error: str
-    attempts: int | None = None  # None: nobody counted
+    attempts: int | None = None  # None: they were not counted
 
 
 State: TypeAlias = Claim | Done | Dead | Held  # what a worker finds
@@ -107,7 +107,7 @@ DONE: Final = Done()
 
 
 class Ended(NamedTuple):
-    """How an owner's attempt ended. What does not count was none: nobody was there to do it, or it was one too many."""
+    """How an owner's attempt ended; one with an unreachable handler, or one too many, does not count."""
 
     key: Key
     owner: str
@@ -120,7 +120,7 @@ class Row(NamedTuple):
 
     done: bool
     dead_reason: str | None
-    owner: str | None  # who holds it; a table may also keep who settled it
+    owner: str | None  # the one that holds it; a table may also keep the one that settled it
     attempts: int
     lease_until: datetime | None
     last_error: str | None
@@ -139,41 +139,41 @@ class Row(NamedTuple):
 
 
 class Claims(Protocol):
-    """One table of claims. Whether a lease has run out is decided by its own clock, within the step.
+    """One table of claims. Its own clock decides, within the step, whether a lease has run out.
 
-    Each step is one for however many, and answers each in its place. Taken again by the same owner it is harmless.
+    Each step takes any number of keys, and answers each in its place. Repeated by the same owner it is harmless.
     """
 
     async def claim(self, wanted: Sequence[Sequence[Any]], owner: str, lease: float) -> list[State]:
-        """Begin an attempt at each key that is free, for `lease` seconds; say of every other how it stands.
+        """Begin an attempt at each key that is free, for `lease` seconds; return the state of every other.
 
-        A row that is wanted is its key, and then what else a new one has to say. Of several that are the same, the
+        A row that is wanted is its key, and then the other columns of a new row. Of several that are the same, the
         first is claimed.
         """
         ...
 
     async def look_up(self, keys: Sequence[Key]) -> dict[Key, Row]:
-        """Return those that are kept."""
+        """Return the rows that exist."""
         ...
 
     async def renew(self, held: Sequence[tuple[Key, str]], lease: float) -> list[datetime | None]:
-        """Prolong the leases that these owners still have, to `lease` seconds from now; None where one has none."""
+        """Prolong the leases that these owners still have, to `lease` seconds from now; None where one has ended."""
         ...
 
     async def settle(self, ended: Sequence[Ended]) -> list[bool]:
-        """End attempts whose lease still holds; say whether it did."""
+        """End attempts whose lease still holds; return whether it did."""
         ...
 
 
 class Table(NamedTuple):
-    """A table of claims: what its columns are called. How else a row shows where it stands, its SQL says (`parts`)."""
+    """A table of claims: the names of its columns. Its own SQL (`parts`) says how else a row shows its state."""
 
     name: str
     key: Sequence[str]
     lease_until: str
     begun_at: str
-    expired: str  # the last error of an attempt that ended without a word
-    given: Sequence[str] = ()  # what else a new row has to say
+    expired: str  # the last error of an attempt whose lease ran out
+    given: Sequence[str] = ()  # the other columns of a new row
     owner: str = "text"  # its type
 
     def fill(self, steps: Mapping[str, str], parts: Mapping[str, str], **words: str) -> dict[str, str]:

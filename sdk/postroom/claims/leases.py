@@ -1,7 +1,7 @@
-"""The leases that a process holds: renewed thrice in their length, and ended in time.
+"""The leases that a process holds: renewed three times in their length, and ended in time.
 
-Whoever holds a claim must not go on once another may have it. So a block ends at the end of its lease by the holder's
-own clock, also when the store can't be reached, and at once when the store says that the lease is lost.
+The holder of a claim must not go on once another owner may have it. So a block ends at the end of its lease by the
+holder's own clock, also when the store can't be reached, and at once when the store reports that the lease is lost.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ async def renewed(table: Claims, held: Sequence[Claim], seconds: float) -> list[
 
 
 class LeaseLost(Exception):
-    """The lease ran out before the attempt had ended: somebody else may make another."""
+    """The lease ran out before the attempt had ended: another owner may begin the next."""
 
 
 class Leases:
-    """What is held by one process; a task renews it while there is anything."""
+    """The leases of one process; a task renews them while there are any."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Leases:
             try:
                 async with asyncio.timeout(self._interval):
                     await self._renew_due()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the leases have not been renewed
+            except Exception as error:  # noqa: BLE001 - after any error, the leases have not been renewed
                 self._error = error
                 failures += 1
             else:

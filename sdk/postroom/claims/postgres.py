@@ -1,4 +1,4 @@
-"""Claims in Postgres: one statement for however many, on any table that has them (postgres.sql)."""
+"""Claims in Postgres: one statement for any number of keys, on any table that has them (postgres.sql)."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -29,7 +29,7 @@ Fetch: TypeAlias = Callable[..., Awaitable[tuple[Sequence[asyncpg.Record], float
 
 
 class PostgresClaims:
-    """See `Claims`; `parts` is the table's own SQL, and `fetch` decides what a Postgres that is away means."""
+    """See `Claims`; `parts` is the table's own SQL, and `fetch` decides what an outage of Postgres means."""
 
     def __init__(self, table: Table, parts: Mapping[str, str], fetch: Fetch) -> None:
         self._table = table
@@ -64,8 +64,8 @@ class PostgresClaims:
         }
         if refused := [key for key in rows if key not in states]:
             found = await self.look_up(refused)
-            gone = Held(datetime.now(UTC), 0.0)  # between the two statements: free by now
-            states |= {key: found[key].state if key in found else gone for key in refused}
+            deleted = Held(datetime.now(UTC), 0.0)  # between the two statements: free by now
+            states |= {key: found[key].state if key in found else deleted for key in refused}
         return in_their_places(wanted, self._table, states)
 
     async def look_up(self, keys: Sequence[Key]) -> dict[Key, Row]:

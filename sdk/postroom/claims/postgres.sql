@@ -3,9 +3,9 @@
 -- An owner's lease that ran out settles and prolongs nothing.
 
 -- name: claim
--- Records what is new and begins an attempt at each key that is waiting or whose lease ran out; returns those. An attempt
--- that ended without a word leaves $3 behind. A claim that is repeated, because its answer was lost, has the same owner and
--- counts once. Sorted, so that two workers lock common rows in one order.
+-- Records new keys and begins an attempt at each key that is waiting or whose lease ran out; returns those. An attempt whose
+-- lease ran out leaves $3 behind. A claim that is repeated, because its answer was lost, has the same owner and counts once.
+-- Sorted, so that two workers lock common rows in one order.
 --   $1 owner  $2 lease  $3 last error  $4… columns
 INSERT INTO {table} AS known ({columns}, owner, attempts, {begun_at}, {lease_until})
 SELECT {columns}, $1::{owner}, 1, clock_timestamp(), clock_timestamp() + $2::interval
@@ -24,7 +24,7 @@ WHERE NOT ({ended})
 RETURNING {known_key}, attempts, last_error, {lease_until};
 
 -- name: look_up
--- How keys stand, whoever has them.
+-- The rows of keys, whatever their owner.
 --   $1… key
 SELECT {known_key}, {look}, known.owner, known.attempts, known.{lease_until}, known.last_error, clock_timestamp()
 FROM unnest({key_arrays}) AS wanted ({key})
@@ -39,8 +39,8 @@ WHERE ({known_key}) = ({held_key}) AND known.owner = held.owner AND known.{lease
 RETURNING held.position, known.{lease_until};
 
 -- name: settle
--- Ends attempts: done, dead where there is a reason, else waiting again; returns the position of each. What does not count
--- was no attempt.
+-- Ends attempts: done, dead where there is a reason, else waiting again; returns the position of each. One that does not
+-- count is taken back.
 --   $1 owners  $2 done  $3 reasons  $4 errors  $5 counts  $6 encodings  $7 results  $8… key
 UPDATE {table} AS known SET
   attempts = known.attempts - CASE WHEN verdict.counts THEN 0 ELSE 1 END,

@@ -1,4 +1,4 @@
-"""Claims in SQLite, in transactions of their caller's (sqlite.sql); needs the standard library alone."""
+"""Claims in SQLite, in transactions of the caller (sqlite.sql); needs only the standard library."""
 
 import sqlite3
 import time

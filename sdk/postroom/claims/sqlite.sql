@@ -1,9 +1,9 @@
--- The steps of a claim in SQLite, one key at a time in a transaction of the caller's. What is in braces is the table's own
+-- The steps of a claim in SQLite, one key at a time in a transaction of the caller. What is in braces is the table's own
 -- (`Table`, and its parts: `ended`, `begin`, `settle`, `look`). Times are ms since the epoch.
 
 -- name: claim
--- Records what is new and begins an attempt at a key that is waiting or whose lease ran out. An attempt that ended without a
--- word leaves :expired behind. A claim that is repeated has the same owner and counts once. No row where it is not free.
+-- Records a new key and begins an attempt at one that is waiting or whose lease ran out. An attempt whose lease ran out
+-- leaves :expired behind. A claim that is repeated has the same owner and counts once. No row where it is not free.
 INSERT INTO {table} AS known ({columns}, owner, attempts, {begun_at}, {lease_until})
 VALUES ({row}, :owner, 1, :now, :until)
 ON CONFLICT ({key}) DO UPDATE SET
@@ -18,7 +18,7 @@ WHERE NOT ({ended})
 RETURNING attempts, last_error, {lease_until};
 
 -- name: look_up
--- How a key stands, whoever has it.
+-- The row of a key, whatever its owner.
 SELECT {look}, known.owner, known.attempts, known.{lease_until}, known.last_error
 FROM {table} AS known WHERE ({known_key}) = ({key_values});
 
