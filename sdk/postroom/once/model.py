@@ -1,12 +1,12 @@
-"""The words of the idempotency registry: scopes, states, answers to a worker, errors, and what a store of keys can do.
+"""The types of the idempotency registry: scopes, states, answers to a worker, errors, and the store of keys.
 
     (none) ──▶ PENDING ──▶ COMMITTED
                  ▲  │
                  │  ▼
                 FAILED
 
-A `PENDING` key is renewed by its owner, or taken over once its lease has run out. `COMMITTED` is the end: its result is
-what every later attempt is given (docs/contract/delivery.md#delivery-69 to delivery-74).
+A `PENDING` key is renewed by its owner, or taken over once its lease has run out. `COMMITTED` is final: every later
+attempt gets its result (docs/contract/delivery.md#delivery-69 to delivery-74).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_ERROR: Final = 2000  # characters
 
 
 def table(name: str) -> Table:
-    """Describe the keys of a registry, whose table has this name."""
+    """Describe a registry's table of keys, which has this name."""
     return Table(name, COLUMNS, "lease_until", "begun_at", expired="lease_expired", given=("state",))
 
 
@@ -49,7 +49,7 @@ class Scope:
     """What is done once: `key` in a topic of a tenant, by its producer (`group` is None) or by one group of consumers.
 
     A producer's commit says nothing about the consumers, and each group works for itself. An empty tenant is a tenant;
-    an empty `key` means no idempotency: nothing is recorded. Raises `InvalidMessage` for a name that can't be kept.
+    an empty `key` means no idempotency: nothing is recorded. Raises `InvalidMessage` for a name that can't be stored.
     """
 
     tenant: str
@@ -73,7 +73,7 @@ class Scope:
 
     @property
     def columns(self) -> Key:
-        """The key as its table has it: '' is the group of the producer."""
+        """The key as in its table, where '' is the group of the producer."""
         return self.tenant, self.topic, self.group or "", self.key
 
     def __str__(self) -> str:
@@ -92,19 +92,19 @@ class Store(Claims, Protocol):
         ...
 
     async def find(self, wanted: KeysQuery) -> list[KeptKey]:
-        """Return the keys that are wanted: those that ended last, or whose lease ends last, first."""
+        """Return the keys that are wanted, latest end (or end of the lease) first."""
         ...
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
-        """Delete a key that nobody has a lease on, and keep who wanted it and why; say whether it did."""
+        """Delete a key without a lease, and log the actor and the reason; return whether it did."""
         ...
 
     async def forgotten(self, scope: Scope) -> list[KeyNote]:
-        """Return when operators had this key forgotten, in order."""
+        """Return the operations that deleted this key, in order."""
         ...
 
     async def close(self) -> None:
-        """Let go of the store. A second call does nothing."""
+        """Close the store. A second call does nothing."""
         ...
 
 
@@ -123,7 +123,7 @@ class KeyHeld(Conflict):
 
 
 class LeaseLost(Conflict):
-    """The lease ran out, or somebody else settled the key: what this worker did is not recorded as done."""
+    """The lease ran out, or another worker settled the key: what this worker did is not recorded as done."""
 
     @classmethod
     def of_scope(cls, scope: Scope) -> LeaseLost:
@@ -133,7 +133,7 @@ class LeaseLost(Conflict):
 
 
 def absent(where: str) -> NotFound:
-    """Build the error for a place where nobody has begun to keep keys."""
+    """Build the error for a place without a registry."""
     detail = f"there is no registry in {where}: check its address; the first program that opens it creates it"
     return NotFound.of("registry_absent", detail)
 
@@ -145,8 +145,8 @@ def unavailable(error: BaseException) -> Unavailable:
 
 
 def unusable(why: str) -> PostroomError:
-    """Build the error for a store that somebody has to put right first."""
-    return PostroomError.of("registry_unusable", f"the registry cannot be used, and must be put right: {why}")
+    """Build the error for a store that an operator has to repair first."""
+    return PostroomError.of("registry_unusable", f"the registry cannot be used, and must be repaired: {why}")
 
 
 def _invalid(name: str, why: str) -> InvalidMessage:

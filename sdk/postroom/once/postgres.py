@@ -1,4 +1,4 @@
-"""Keys in Postgres, for any number of hosts; its clock decides about leases, so that theirs need not agree."""
+"""Keys in Postgres, for any number of hosts, whose clocks need not agree: that of Postgres decides about leases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONNECTIONS: Final = 4
 _CONNECT_SECONDS: Final = 5.0
 _COMMAND_SECONDS: Final = 5.0
 
-# What passes: no connection, a server that stops or is full, a deadlock, a lock that took too long.
+# Errors that pass: no connection, a server that stops or is full, a deadlock, a lock that took too long.
 _PASSING: Final = (
     OSError,
     TimeoutError,
@@ -47,10 +47,10 @@ class PostgresStore(PostgresClaims):
 
     @classmethod
     async def open(cls, url: str, *, create: bool = True) -> Self:
-        """Connect, and create the schema `postroom_once` where there is none.
+        """Connect, and create the schema `postroom_once` where it is missing.
 
         Raises `Unavailable` where Postgres can't be reached, `PostroomError` where its schema is of another version, or
-        may not be created; without `create`, `NotFound` where there is none.
+        may not be created; without `create`, `NotFound` where it is missing.
         """
         try:
             async with _mapped():
@@ -68,7 +68,7 @@ class PostgresStore(PostgresClaims):
         return store
 
     async def prepare(self, *, create: bool = True) -> None:
-        """Create the schema where there is none, and check its version; without `create`, raises `NotFound`."""
+        """Create the schema where it is missing, and check its version; without `create`, raises `NotFound`."""
         async with _mapped(), self._pool.acquire() as connection:
             version = await connection.fetchval(_QUERIES["version"])
             if version is None and create:
@@ -82,7 +82,7 @@ class PostgresStore(PostgresClaims):
             raise absent("this database")
 
     async def is_there(self) -> bool:
-        """Tell whether the schema is there; raises `PostroomError` where it is of another version."""
+        """Return whether the schema exists; raises `PostroomError` where it is of another version."""
         async with _mapped():
             version = await self._pool.fetchval(_QUERIES["version"])
         return is_ours(version)
@@ -114,7 +114,7 @@ class PostgresStore(PostgresClaims):
         return await self._run(query, *values), started
 
     async def _run(self, query: str, *values: Any) -> list[asyncpg.Record]:
-        """Run one step as a transaction of the isolation level that it is written for, whatever the database's is.
+        """Run one step as a transaction of the isolation level that it is written for, whatever the database's default.
 
         Under a higher one, a key that another worker takes at the same moment would be an error instead of held.
         """
@@ -127,7 +127,7 @@ class PostgresStore(PostgresClaims):
 
 
 def is_ours(version: str | None) -> bool:
-    """Tell whether a schema is there by its version; raises `PostroomError` where this program does not run on that."""
+    """Return whether a schema exists, by its version; raises `PostroomError` for one that is not supported."""
     if version is None:
         return False
     number = version.removeprefix("version ")
@@ -139,7 +139,7 @@ def is_ours(version: str | None) -> bool:
 
 @asynccontextmanager
 async def _mapped() -> AsyncIterator[None]:
-    """Turn what Postgres fails with into errors of ours."""
+    """Turn errors of Postgres into our own."""
     try:
         yield
     except _PASSING as error:

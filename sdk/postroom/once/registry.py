@@ -48,7 +48,7 @@ _DAY: Final = 86_400.0  # seconds
 _BETWEEN_PURGES: Final = 3600.0  # seconds
 _PURGED: Final = 1000  # keys of one transaction
 _LOOKS: Final = Backoff(0.05, 1.0, least=STEADY)  # pauses between two looks at a key that another holds
-_RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
+_RACES: Final = 100  # how often a key may change between two steps before that is an error
 
 
 class Registry:
@@ -121,7 +121,7 @@ class Registry:
         return begun
 
     async def renew(self, scope: Scope, owner: str) -> datetime | None:
-        """Let the lease run for another `lease` seconds from now; raises `LeaseLost`."""
+        """Prolong the lease to `lease` seconds from now; raises `LeaseLost`."""
         if not scope.key:
             return None
         (until,) = await self._store.renew([(scope.columns, owner)], self.lease)
@@ -130,7 +130,7 @@ class Registry:
         return until
 
     async def commit(self, scope: Scope, owner: str, result: Result) -> None:
-        """Record that it is done, and its result; raises `LeaseLost`. A second call by the same owner does nothing."""
+        """Record that it is done, with its result; raises `LeaseLost`. A second call by the same owner does nothing."""
         await self._settle(scope, owner, Done(result), "COMMITTED")
 
     async def fail(self, scope: Scope, owner: str, error: str) -> None:
@@ -139,15 +139,15 @@ class Registry:
         await self._settle(scope, owner, Later(words[:MAX_ERROR]), "FAILED")
 
     async def purge(self, age: float, limit: int = 1000) -> int:
-        """Forget up to `limit` keys that ended more than `age` seconds ago; return how many.
+        """Delete up to `limit` keys that ended more than `age` seconds ago; return how many.
 
-        A key that is forgotten can run again: `age` has to be longer than a message can be delivered again, the
-        stream's `max_age` and an operator's replay included. Call it again while it returns `limit`.
+        A key that was deleted can run again: `age` has to be longer than the time in which a message can be delivered
+        again, the stream's `max_age` and an operator's replay included. Call it again while it returns `limit`.
         """
         return await self._store.purge(age, limit)
 
     async def forget_old(self, keep_days: float) -> int:
-        """Forget every key that ended more than `keep_days` ago, a part at a time; return how many."""
+        """Delete every key that ended more than `keep_days` ago, in steps; return how many."""
         forgotten = 0
         while True:
             purged = await self.purge(keep_days * _DAY, _PURGED)
@@ -156,7 +156,7 @@ class Registry:
                 return forgotten
 
     async def _settle(self, scope: Scope, owner: str, outcome: Done | Later, state: KeyState) -> None:
-        """Settle a key, or find that this owner has done so before, and did not hear the answer."""
+        """Settle a key, or find that this owner has done so before, and the answer was lost."""
         if not scope.key or (await self._store.settle([Ended(scope.columns, owner, outcome)]))[0]:
             return
         row = (await self._store.look_up([scope.columns])).get(scope.columns)
@@ -211,7 +211,7 @@ class Claim:
 
 
 async def _whole(work: Coroutine[Any, Any, None]) -> None:
-    """Let `work` end even where the caller is cancelled meanwhile: what happened has to be recorded."""
+    """Finish `work` even where the caller is cancelled meanwhile: what happened has to be recorded."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -221,7 +221,7 @@ async def _whole(work: Coroutine[Any, Any, None]) -> None:
 
 
 def new_owner() -> str:
-    """Mint an owner token: a name for people, and 128 random bits."""
+    """Create an owner token: a readable name, and 128 random bits."""
     return f"{socket.gethostname()[:64]}/{os.getpid()}/{secrets.token_hex(16)}"
 
 
@@ -234,13 +234,13 @@ async def open_registry(
     wait: float = WAIT,
     keep_days: float | None = None,
 ) -> AsyncIterator[Registry]:
-    """Open the registry at `url`, and close it behind the block.
+    """Open the registry at `url`, and close it after the block.
 
     `postgresql://…` for any number of hosts (needs `postroom[postgres]`), `sqlite:///absolute/path` for the processes
-    of one host, `memory:` for one process, which forgets everything. What is missing there is created.
+    of one host, `memory:` for one process, without persistence. What is missing there is created.
 
     Keys of all programs that ended more than `keep_days` ago are deleted, at once and every hour. The default is
-    90 days; in Postgres it is never, since a worker of that database does it (its `once.keep_days`). See
+    90 days, and in Postgres never, since a worker of that database does it (its `once.keep_days`). See
     `Registry.purge`.
 
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
@@ -262,9 +262,9 @@ async def open_registry(
 @asynccontextmanager
 async def _forgetting(registry: Registry, keep_days: float) -> AsyncIterator[None]:
     async def hourly() -> None:
-        while not going_on.cancelling():  # an error of a clean-up may have taken the place of the cancellation
+        while not going_on.cancelling():  # an error of a clean-up may have replaced the cancellation
             await registry.sleep(_BETWEEN_PURGES)
-            with suppress(PostroomError):  # a store that is away says so to each claim; the next hour makes up for it
+            with suppress(PostroomError):  # each claim reports an unreachable store; the next hour makes up for it
                 await registry.forget_old(keep_days)
 
     await registry.forget_old(keep_days)
@@ -281,7 +281,7 @@ def _is_postgres(url: str) -> bool:
 
 
 async def open_store(url: str, *, create: bool = True) -> Store:
-    """Open the store at `url`, as `open_registry` does; without `create`, raises `NotFound` where there is none."""
+    """Open the store at `url`, as `open_registry` does; without `create`, raises `NotFound` where it is missing."""
     if _is_postgres(url):
         try:
             from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra

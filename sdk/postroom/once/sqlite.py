@@ -1,6 +1,6 @@
 """Keys in one SQLite file, for the processes of one host, or in the memory of one; its clock decides about leases.
 
-The standard library's `sqlite3` on a thread of its own is all it needs, and so much of the chassis as needs no more
+It needs only the standard library's `sqlite3`, on a thread of its own, and the part of the chassis that needs no more
 (`postroom.chassis.sqlite`): a step is one short transaction, for which a dependency would bring nothing. The file has a
 rollback journal, since several processes write (see sql/sqlite.sql).
 """
@@ -49,10 +49,10 @@ class SqliteStore(SqliteClaims):
 
     @classmethod
     async def open(cls, path: Path | None, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
-        """Open the file, and create it (mode 0600) where there is none.
+        """Open the file, and create it (mode 0600) where it is missing.
 
         Raises `Unavailable` where it can't be opened just now, `PostroomError` where it is another program's, or newer;
-        without `create`, `NotFound` where there is none.
+        without `create`, `NotFound` where it is missing.
         """
         store = cls(path, clock)
         try:
@@ -106,7 +106,7 @@ class SqliteStore(SqliteClaims):
         return await self._step(lambda db, _: db.execute(_QUERIES[query], values).fetchall())
 
     async def _step(self, step: Callable[[sqlite3.Connection, float], T]) -> T:
-        """Take a step in a transaction; the clock is read once the lock is there."""
+        """Run a step in a transaction; the clock is read once it has the lock."""
 
         def locked() -> T:
             db = self._db or self._open()
@@ -117,7 +117,7 @@ class SqliteStore(SqliteClaims):
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         try:
-            if self._thread is None:  # memory keeps nobody waiting
+            if self._thread is None:  # in memory no step blocks
                 return call()
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except sqlite3.OperationalError as error:

@@ -1,19 +1,20 @@
--- How a key shows where it stands, in Postgres and in SQLite: what the steps of a claim (sdk/postroom/claims) are filled with.
+-- How a row shows the state of its key, in Postgres and in SQLite: what the steps of a claim (sdk/postroom/claims) are filled
+-- with.
 
 -- name: taken
 -- Always, and on disk.
 TRUE
 
 -- name: ended
--- Whether nobody attempts it any more.
+-- Whether it is not attempted any more.
 known.state = 'COMMITTED'
 
 -- name: begin
--- What an attempt changes beside its owner.
+-- What an attempt changes in addition to its owner.
 state = 'PENDING', begun_at = {now}, settled_at = NULL, lease_until = excluded.lease_until
 
 -- name: settle
--- What its end changes; who settled it stays known.
+-- What its end changes; the owner that settled it stays known.
 state = CASE WHEN verdict.done THEN 'COMMITTED' ELSE 'FAILED' END, settled_at = {now},
 encoding = verdict.encoding, result = verdict.result
 

@@ -3,8 +3,8 @@
 SELECT pg_advisory_xact_lock(hashtextextended('postroom_once', 0));
 
 -- name: version
--- The version of the schema, as its table's comment; no row where there is none. (`to_regclass` would answer from what the
--- session remembers, which may be older than the lock.)
+-- The version of the schema, from its table's comment; no row where it is missing. (`to_regclass` would answer from the
+-- session's cache, which may be older than the lock.)
 SELECT description
 FROM pg_description
 JOIN pg_class ON pg_class.oid = objoid
@@ -12,7 +12,7 @@ JOIN pg_namespace ON pg_namespace.oid = relnamespace
 WHERE nspname = 'postroom_once' AND relname = 'idempotency_keys' AND objsubid = 0 AND classoid = 'pg_class'::regclass;
 
 -- name: purge
--- Forget the keys that ended before a moment, the oldest first; keys that somebody settles just now are left alone.
+-- Delete the keys that ended before a moment, the oldest first; keys that are being settled are left alone.
 --   $1 age  $2 limit
 WITH old AS (
     SELECT tenant, topic, consumer_group, key
@@ -30,7 +30,7 @@ WITH old AS (
 SELECT count(*) FROM gone;
 
 -- name: find
--- The keys that are wanted, those first that ended last, or whose lease ends last.
+-- The keys that are wanted, latest end (or end of the lease) first.
 --   $1 tenant  $2 topic  $3 group  $4 state, each of which may be null  $5 limit
 SELECT tenant, topic, nullif(consumer_group, '') AS "group", key, state, owner, attempts, begun_at, lease_until,
   settled_at, last_error
@@ -41,7 +41,7 @@ ORDER BY coalesce(lease_until, settled_at) DESC
 LIMIT $5;
 
 -- name: forget
--- Forget a key that nobody has a lease on, and keep who wanted it, in which role, and why.
+-- Delete a key without a lease, and log the actor, the role, and the reason.
 --   $1 tenant  $2 topic  $3 group  $4 key  $5 actor  $6 reason
 WITH gone AS (
     DELETE FROM postroom_once.idempotency_keys
@@ -54,7 +54,7 @@ SELECT 'forget', $5::text || ' as ' || session_user, $6, tenant, topic, consumer
 RETURNING id;
 
 -- name: forgotten
--- When operators had a key forgotten, in order.
+-- The operations that deleted a key, in order.
 --   $1 tenant  $2 topic  $3 group  $4 key
 SELECT verb, at, actor, reason, state, attempts
 FROM postroom_once.operator_log

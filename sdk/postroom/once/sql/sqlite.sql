@@ -6,7 +6,7 @@ PRAGMA journal_mode = TRUNCATE;
 PRAGMA synchronous = EXTRA;      -- what was answered is on disk
 
 -- name: purge
--- Forget the keys that ended before a moment, the oldest first.
+-- Delete the keys that ended before a moment, the oldest first.
 DELETE FROM idempotency_keys
 WHERE (tenant, topic, consumer_group, key) IN (
     SELECT tenant, topic, consumer_group, key
@@ -18,7 +18,7 @@ WHERE (tenant, topic, consumer_group, key) IN (
 RETURNING 1;
 
 -- name: find
--- The keys that are wanted, those first that ended last, or whose lease ends last.
+-- The keys that are wanted, latest end (or end of the lease) first.
 SELECT tenant, topic, nullif(consumer_group, '') AS "group", key, state, owner, attempts, begun_at, lease_until,
   settled_at, last_error
 FROM idempotency_keys
@@ -28,7 +28,7 @@ ORDER BY coalesce(lease_until, settled_at) DESC
 LIMIT :limit;
 
 -- name: log_forgotten
--- Keep who has a key forgotten that nobody has a lease on, and why.
+-- Log the actor and the reason of deleting a key without a lease.
 INSERT INTO operator_log (at, verb, actor, reason, tenant, topic, consumer_group, key, state, attempts)
 SELECT :now, 'forget', :actor, :reason, tenant, topic, consumer_group, key, state, attempts
 FROM idempotency_keys
@@ -37,11 +37,11 @@ WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, 
 RETURNING id;
 
 -- name: forget
--- Forget a key.
+-- Delete a key.
 DELETE FROM idempotency_keys WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key);
 
 -- name: forgotten
--- When operators had a key forgotten, in order.
+-- The operations that deleted a key, in order.
 SELECT verb, at, actor, reason, state, attempts
 FROM operator_log
 WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key) AND verb = 'forget'
