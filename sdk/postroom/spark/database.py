@@ -20,7 +20,7 @@ _SETTINGS: Final = {"application_name": "postroom-spark", "timezone": "UTC"}
 
 
 def chosen_url(option: str | None, purpose: str) -> str:
-    """Return the option's URL, else the environment's; raises `InvalidMessage` that says what `purpose` it is for."""
+    """Return the option's URL, else the environment's; raises `InvalidMessage` with the `purpose` of the database."""
     url = option or os.environ.get(DATABASE_URL)
     if not url:
         sentence = f"no database {purpose} is configured: set {DATABASE_URL}, or the option database_url"
@@ -29,7 +29,7 @@ def chosen_url(option: str | None, purpose: str) -> str:
 
 
 async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncpg.Connection[asyncpg.Record]:
-    """Open a connection; raises `Unavailable`, and `PostroomError` where asyncpg is missing or `url` is none."""
+    """Open a connection; raises `Unavailable`, and `PostroomError` where asyncpg is missing or `url` is not valid."""
     try:
         import asyncpg  # noqa: PLC0415 - of the extra `postgres`
     except ImportError as error:
@@ -48,7 +48,7 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
 async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
     """Lend a connection; raises as `connect` does, and `Unavailable` where it breaks while it is lent."""
     connection = await connect(url)
-    import asyncpg  # noqa: PLC0415 - `connect` has seen that it is there
+    import asyncpg  # noqa: PLC0415 - `connect` has imported it
 
     try:
         yield connection

@@ -1,6 +1,6 @@
 """The formats as Spark sees them: `postroom`, a sink for DataFrames, and `postroom_history`, a source of them.
 
-A format needs PySpark alone; what else it needs of Postroom comes when a write or a read begins.
+A format needs only PySpark; the rest of Postroom is imported when a write or a read begins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Sink(DataSource):
         return "postroom"
 
     def schema(self) -> str:
-        """Refuse to be read: Spark asks for a schema only then."""
+        """Raise `ValueError`: Spark asks for a schema only to read."""
         raise ValueError('the format "postroom" is for writing: read what was sent with format("postroom_history")')
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchSink:  # noqa: FBT001 - Spark's signature
-        """Check the options and the schema on the driver; what comes back goes to the executors."""
+        """Check the options and the schema on the driver; Spark sends the writer to the executors."""
         from postroom.spark.sink import batch_sink  # noqa: PLC0415 - not before a write begins
 
         return batch_sink(self.options, schema, overwrite=overwrite)

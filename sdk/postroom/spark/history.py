@@ -7,12 +7,12 @@ Its columns are the fields of `postroom._wire.administration.HistoryMessage`; `m
 `.schema("history_id BIGINT")` only those columns are read. The options are `history_options.HistoryOptions`.
 
 A task reads one range of the numbers of one mesh. Every range is read by a statement of its own: what retention deletes
-meanwhile may be missing, what is accepted meanwhile lies behind the last range.
+meanwhile may be missing, what is accepted meanwhile comes after the last range.
 
 Whole rows are gathered into blocks, and each block becomes a batch: a result of any size takes a few blocks of memory.
-All of it happens in the caller's thread, which lets the connection read only while it waits for a block: a second one
-would cost more in turns of the interpreter's lock than it gains. In CSV a null is nothing at all and an empty text is
-two quotes, so each comes out as what it was.
+All of it happens in the caller's thread, which lets the connection read only while it waits for a block: a second
+thread would cost more in waits for the interpreter's lock than it gains. In CSV a null is an empty field and an empty
+text is two quotes, so each comes out as what it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# Looks at a range in the snapshot that it is read from; raises what forbids to read it.
+# Checks a range in the snapshot that it is read from; raises where it must not be read.
 Check: TypeAlias = "Callable[[Range, asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
 
 _INSTANT: Final = timedelta(microseconds=1)  # the precision of Postgres and of Spark
@@ -71,14 +71,14 @@ Before: TypeAlias = "Callable[[asyncpg.Connection[asyncpg.Record]], Awaitable[No
 QUERIES: Final = load_queries("postroom.spark", "history.sql")
 _BLOCK_BYTES: Final = 1024 * 1024  # of one batch, about
 
-# Control characters, which hardly any text has, so that JSON needs no quotes around it, nor a second one for each of
-# its own; what does have one of them is quoted.
+# Control characters, which hardly any text has, so that JSON needs no quotes around it, and its own are not doubled; a
+# text that has one of them is quoted.
 _DELIMITER: Final = "\x1f"
 _QUOTE: Final = "\x1e"
 
-# A range of numbers is found by its index, and what belongs to it as well: the time that a range takes depends on its
-# own length. Left to its estimates Postgres would rather read each table whole for every range, or start processes that
-# hand every row to the one that sends it: there are as many tasks as Spark has cores.
+# A range of numbers is found by its index, and so are the rows that belong to it: the time that a range takes depends
+# on its own length. By its estimates Postgres would read each table whole for every range, or start parallel workers
+# that pass every row to the sending process, although there are as many tasks as Spark has cores.
 _SETTINGS: Final = {
     "datestyle": "ISO",
     "enable_seqscan": "off",
@@ -107,12 +107,12 @@ class Ranges(InputPartition):
 
 
 def split(mesh_id: int, after: int, last: int, rows: int, deletion: int = 0) -> list[Range]:
-    """Cut what lies after one number, up to another, into ranges of at most `rows` numbers."""
+    """Split the numbers after one, up to another, into ranges of at most `rows` numbers."""
     return [Range(mesh_id, start, min(start + rows, last), deletion) for start in range(after, last, rows)]
 
 
 def shared_out(ranges: Sequence[Range], tasks: int) -> list[InputPartition]:
-    """Return a partition for each range, or where those are more than `tasks`, as many with several each."""
+    """Return a partition for each range, or `tasks` partitions with several each where there are more ranges."""
     if len(ranges) <= tasks:
         return list(ranges)
     return [Ranges(ranges[first::tasks]) for first in range(tasks)]
@@ -140,7 +140,7 @@ class RangeReader:
     ) -> Iterator[pa.RecordBatch]:
         """Yield the messages of a partition that may meet the conditions, once each range has passed `check`.
 
-        Of a query without any partition Spark makes a task too, with none.
+        Spark also starts a task for a query without partitions; that one has no ranges.
         """
         ranges = part.ranges if isinstance(part, Ranges) else [part] if isinstance(part, Range) else []
         for each in ranges:
@@ -159,7 +159,7 @@ class HistoryReader(DataSourceReader):
         self._conditions = Conditions(since=options.since, until=until, mesh=options.mesh, to=options.to)
 
     def partitions(self) -> list[InputPartition]:
-        """Cut the history as it stands into ranges; raises `NotFound` where the option names no mesh."""
+        """Split the history as it is now into ranges; raises `NotFound` where the option names an unknown mesh."""
         url, wanted = self._options.database_url, self._conditions
         if wanted.since is None and wanted.until is None:
             extents = fetch(url, QUERIES["extent"], wanted.mesh)
@@ -178,21 +178,21 @@ class HistoryReader(DataSourceReader):
 
 
 class PushingHistoryReader(HistoryReader):
-    """The same, leaving out what the query filters away, for a DataFrame that is filtered once.
+    """The same, without the rows that the query filters out, for a DataFrame that is filtered once.
 
     PySpark up to 4.3 keeps one reader for all queries of a DataFrame: where one has filters and the next has none, the
-    next is answered with the filters of the one before, and so is the second half of a union with itself. A task is
-    told nothing that shows whose filters it has. So nobody gets this who did not ask for it (`push_filters`).
+    next gets the filters of the one before, and so does the second half of a union with itself. A task cannot see which
+    query its filters are from. So this has to be asked for (`push_filters`).
     """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Take note of the filters, and leave each to Spark as well."""
+        """Use the filters, and have Spark apply each as well."""
         self._conditions = self._conditions.narrowed(filters)
         return filters
 
 
 def check_mesh(mesh: str | None, *, known: bool) -> None:
-    """Raise `NotFound` where the mesh that is to be read is not known."""
+    """Raise `NotFound` where the mesh to be read is not known."""
     if mesh is not None and not known:
         raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
@@ -221,9 +221,9 @@ def copy(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the result of `query` as batches of `schema`, which names some of its columns; others are not computed.
 
-    With `snapshot` it is read as an exported snapshot shows the database. `before` looks at the same state of it first.
-    Raises as `connect` does, what `before` raises, and what Postgres refuses the query with. Whoever stops half-way
-    closes the generator, which ends the query too.
+    With `snapshot` it is read in an exported snapshot of the database. `before` checks the same state of it first.
+    Raises as `connect` does, what `before` raises, and what Postgres refuses the query with. A caller that stops
+    half-way closes the generator, which ends the query too.
     """
     loop = asyncio.new_event_loop()
     blocks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
@@ -258,7 +258,7 @@ def copy(
 
 
 async def _next_block(blocks: asyncio.Queue[bytes], copying: asyncio.Task[None]) -> bytes:
-    """Return the next block, and nothing at the end; raises what ended the copying."""
+    """Return the next block, empty at the end; raises what ended the copying."""
     getting = asyncio.ensure_future(blocks.get())
     await asyncio.wait({getting, copying}, return_when=asyncio.FIRST_COMPLETED)
     if getting.done():
@@ -296,7 +296,7 @@ async def _copy(
 
 
 class _Gathering:
-    """Gathers what Postgres sends, which is whole rows always (a message of the protocol for each), into blocks."""
+    """Gathers the rows that Postgres sends (always whole: a protocol message for each) into blocks."""
 
     def __init__(self, put: Callable[[bytes], Awaitable[None]]) -> None:
         self._put = put
@@ -318,6 +318,6 @@ class _Gathering:
 
 
 def _statement(query: str) -> str:
-    """Return the query as COPY takes it: without its end, and without comments, where arguments would be put in too."""
+    """Return the query for COPY: without its semicolon, and without comments, in which arguments would be put too."""
     lines = (line for line in query.splitlines() if not line.lstrip().startswith("--"))
     return "\n".join(lines).rstrip().removesuffix(";")

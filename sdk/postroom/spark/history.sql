@@ -1,6 +1,6 @@
 -- name: extent
--- The first and the last message of each mesh that is meant, of that name or (null) of all; nulls where it has none. After
--- a restore the numbers go on far above: a row for each stretch of them.
+-- The first and the last message of the mesh of that name, or (null) of each; nulls where it has none. After a restore the
+-- numbers go on far above: a row for each stretch of them.
 SELECT mesh.id AS mesh_id, least.history_id AS first, greatest.history_id AS last
 FROM mesh.mesh
 JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = mesh.id
@@ -18,8 +18,8 @@ WHERE slug = $1 OR $1::text IS NULL
 ORDER BY mesh.id, stretch.after;
 
 -- name: extent_within
--- The same, of the messages that were accepted from $2 up to $3 (null: no bound). OFFSET keeps Postgres from walking along
--- the numbers instead, past everything that was accepted before.
+-- The same, of the messages that were accepted from $2 up to $3 (null: no bound). OFFSET keeps Postgres from scanning the
+-- numbers instead, past everything that was accepted before.
 SELECT mesh.id AS mesh_id, within.first, within.last
 FROM mesh.mesh
 JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = mesh.id
@@ -39,8 +39,8 @@ ORDER BY mesh.id, stretch.after;
 SELECT coalesce(max(id), 0) AS id FROM mesh.history_deletion;
 
 -- name: beginning
--- Where a stream of what was accepted since $2 begins in each mesh that is meant: at the message before the first of those;
--- where there is none yet, at the last one before which no number can still come (see `latest`).
+-- Where a stream of what was accepted since $2 begins in each selected mesh: at the message before the first of those; where
+-- there is none yet, at the last one before which no number can still come (see `latest`).
 SELECT mesh.id AS mesh_id, coalesce(
   CASE WHEN within.first IS NULL THEN (
     SELECT history_id FROM mesh.message_history AS history
@@ -62,7 +62,7 @@ CROSS JOIN LATERAL (
 WHERE slug = $1 OR $1::text IS NULL;
 
 -- name: newest
--- The last message of each mesh that is meant, 0 where it has none.
+-- The last message of each selected mesh, 0 where it has none.
 SELECT mesh.id AS mesh_id, coalesce((
   SELECT history_id FROM mesh.message_history AS history
   WHERE history.mesh_id = mesh.id ORDER BY history_id DESC LIMIT 1
@@ -70,14 +70,14 @@ SELECT mesh.id AS mesh_id, coalesce((
 FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY mesh.id;
 
 -- name: latest
--- How far a stream may read in each mesh that is meant, from where it stands in some of them ($2, $3) on, about $4 messages
--- in all (null: any number); the last number that each has given out; the last message that was deleted before the
--- stream came to it, by a deletion later than $5; and, where the stream stands at a number that a restore has taken back,
+-- How far a stream may read in each selected mesh, after the numbers that it has read in some of them ($2, $3), about $4
+-- messages in all (null: any number); the last number that each has given out; the last message that was deleted before
+-- the stream came to it, by a deletion later than $5; and, where the stream is at a number that a restore has taken back,
 -- the last one before those.
 --
 -- The transaction with the lower id takes the lower numbers: nothing is read from the first row on that is younger than the
 -- oldest transaction in progress, which may still write a lower one. Where none is in progress, there is no such row, and
--- nothing to look through. Ages are of 32 bits: a negative one is that of a very old row.
+-- nothing to search. Ages have 32 bits: a negative one is that of a very old row.
 WITH wanted AS (
   SELECT mesh.id AS mesh_id, mesh.slug AS mesh, coalesce(stand.after, 0) AS after
   FROM mesh.mesh LEFT JOIN unnest($2::integer[], $3::bigint[]) AS stand (mesh_id, after) ON stand.mesh_id = mesh.id
@@ -133,7 +133,7 @@ JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = wanted.mesh_id AND str
 ORDER BY wanted.mesh_id, stretch.after;
 
 -- name: read_history
--- What the history itself says of the messages of a mesh after one number and up to another.
+-- The messages of a mesh after one number and up to another, with the columns of the history only.
 SELECT history_id, broker_message_id, client_message_id, mesh.slug AS mesh, sender.name AS sender,
   destination_kind || ':' || destination_ref AS "to", destination_kind, accepted_at
 FROM mesh.message_history AS history

@@ -1,8 +1,8 @@
 """The options of the source `postroom_history`, checked before anything is read (docs/contract/spark.md#spark-12).
 
-Straight from Postgres, not through the broker: its history route answers one page of JSON after the other, each as a
-member may see it. That is a fraction of the rate, on the machine that has to accept meanwhile, and a job over the whole
-history is an operator's, who has the address of the database.
+The source reads from Postgres, not through the broker: the broker's history route answers one page of JSON after the
+other, each with what a member may see. That is a fraction of the rate, on the machine that has to accept meanwhile; and
+a job over the whole history is an operator's, who has the address of the database.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class HistoryOptions(NamedTuple):
     until: datetime | None  # exclusive
     partition_rows: int  # numbers of the history that one task reads
     max_connections: int  # that tasks hold at once, and so tasks; the driver has one more
-    max_rows_per_batch: int | None  # of a stream; None: whatever there is
+    max_rows_per_batch: int | None  # of a stream; None: no limit
     fail_on_data_loss: bool  # of a stream: where messages were deleted before it read them
-    push_filters: bool  # also what the query filters by; for a DataFrame of one query
+    push_filters: bool  # apply the query's filters too; for a DataFrame of one query
 
 
 def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptions:
-    """Check the options of a read; raises `InvalidMessage` that says which one is wrong and what it may be."""
+    """Check the options of a read; raises `InvalidMessage` that names the wrong one and its allowed values."""
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - {known.lower() for known in _NAMES}:
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
@@ -143,7 +143,7 @@ class Conditions(NamedTuple):
     broker_message_id: str | None = None
 
     def narrowed(self, filters: Iterable[Filter]) -> Self:
-        """Return these conditions with those of `filters` that one of them can say."""
+        """Return these conditions with those of `filters` that they can express."""
         found = self
         for filter_ in filters:
             kind, value = type(filter_).__name__, getattr(filter_, "value", None)
@@ -157,9 +157,9 @@ class Conditions(NamedTuple):
                     bounds |= {most: _tighter(min, getattr(found, most), value)} if kind in _UPPER else {}
                     found = found._replace(**bounds)
             elif kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(found, column) is None:
-                said: dict[str, Any] = {column: value}
-                can_say = _is_uuid(value) if column == "broker_message_id" else "\0" not in value
-                found = found._replace(**said) if can_say else found
+                equal: dict[str, Any] = {column: value}
+                is_valid = _is_uuid(value) if column == "broker_message_id" else "\0" not in value
+                found = found._replace(**equal) if is_valid else found
         return found
 
     def arguments(self, mesh_id: int, after: int, last: int) -> list[Any]:

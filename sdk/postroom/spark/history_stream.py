@@ -1,9 +1,9 @@
 """`spark.readStream.format("postroom_history")`: each message once, however late its transaction commits.
 
-An offset says for each mesh, by its id, up to which `history_id` everything was read. The query `latest` never goes
+An offset has for each mesh, by its id, the `history_id` up to which everything was read. The query `latest` never goes
 past a number that may still come, so that after a restart the stream goes on from its checkpoint without loss or
-repeat. It also holds the last deletion of messages before the stream began, if there was one: what a later one has
-taken that was not read is lost, which the driver asks before each batch, and each task in the snapshot that it reads.
+repeat. It also holds the last deletion of messages before the stream began, if there was one: unread messages that a
+later one deleted are lost. The driver checks for those before each batch, and each task in the snapshot that it reads.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Offset | None = None  # where a stream of what is available now ends
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Begin before the first message, or before the first that `since` means."""
+        """Begin before the first message, or before the first one from `since` on."""
         since = self._options.since
         (deletion,) = self._fetch("last_deletion")
         begun = {} if since is None else _by_mesh(self._fetch("beginning", self._options.mesh, since))
         return begun | ({_DELETION: deletion["id"]} if deletion["id"] else {})
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Read as many rows at once as the options say."""
+        """Read as many rows at once as the options allow."""
         rows = self._options.max_rows_per_batch
         return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Take what is there now as the end of the stream."""
+        """Make the newest message of now the end of the stream."""
         self._target = self._newest()
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Say how far the history goes, which shows how far the stream is behind it."""
+        """Return how far the history goes, from which Spark computes how far the stream is behind."""
         return self._newest()
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
-        """Say how far the next batch may go.
+        """Return how far the next batch may go.
 
         Raises `Conflict` where the history ends before the checkpoint or was restored since, or where messages were
-        deleted that it has not read; `NotFound` where the option names no mesh.
+        deleted that it has not read; `NotFound` where the option names an unknown mesh.
         """
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         found = dict(start)
-        stand = _numbers(start)
-        meshes = self._fetch("latest", self._options.mesh, list(stand), list(stand.values()), rows, _deletion(start))
+        read_to = _numbers(start)
+        at = list(read_to), list(read_to.values())
+        meshes = self._fetch("latest", self._options.mesh, *at, rows, _deletion(start))
         check_mesh(self._options.mesh, known=bool(meshes))
         for row in meshes:
-            # refuse to go on where the numbers begin anew: new messages would look like those that were read
+            # refuse to go on where the numbers begin again: new messages would look like those that were read
             read = row["after"]
             given_out = row["last_history_id"]
             if read > given_out:
@@ -82,7 +83,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 )
             self._check_not_restored(row)
             self._check_not_lost(row)
-            last = row["latest"] or row["lost"] or row["after"]  # past what is lost, where that is no failure
+            last = row["latest"] or row["lost"] or row["after"]  # past what is lost, where that is not a failure
             if self._target is not None:
                 last = max(row["after"], min(last, self._target.get(str(row["mesh_id"]), 0)))
             if last:
@@ -90,14 +91,14 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return dict(sorted(found.items()))  # Spark compares offsets as texts
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        """Cut what lies between two offsets into ranges; raises `Conflict` where some of it was deleted unread."""
-        stand, ends = _numbers(start), _numbers(end)
-        after = [stand.get(mesh, 0) for mesh in ends]
+        """Split what is between two offsets into ranges; raises `Conflict` where some of it was deleted unread."""
+        read_to, ends = _numbers(start), _numbers(end)
+        after = [read_to.get(mesh, 0) for mesh in ends]
         ranges: list[Range] = []
         for row in self._fetch("next", list(ends), after, _deletion(start)):
             self._check_not_lost(row)
             mesh, first = row["mesh_id"], row["first"]
-            if first is not None:  # what lies before it was never used, or is deleted
+            if first is not None:  # numbers before it were never used, or their messages are deleted
                 last = min(ends[mesh], row["up_to"])
                 ranges += split(mesh, first - 1, last, self._options.partition_rows, _deletion(start))
         return shared_out(ranges, self._options.max_connections)
@@ -118,7 +119,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._check_not_lost(row)
 
     def _check_not_restored(self, row: asyncpg.Record) -> None:
-        """Refuse to go on from a number that a restore has taken back, unless that is wanted: then say so."""
+        """Refuse to go on from a number that a restore has taken back, or print that where it is allowed."""
         if row["restored"] is None:
             return
         what = (
@@ -132,7 +133,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         print(f"postroom: {what}; the stream continues", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
     def _check_not_lost(self, row: asyncpg.Record) -> None:
-        """Refuse to skip messages that were deleted unread, unless that is wanted: then say so on the driver."""
+        """Refuse to skip messages that were deleted unread, or print that on the driver where it is allowed."""
         if row["lost"] is None:
             return
         what = (
@@ -152,7 +153,7 @@ def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:
 
 
 def _numbers(offset: Offset) -> dict[int, int]:
-    """Return what an offset says of meshes."""
+    """Return the numbers of an offset by mesh."""
     return {int(mesh): number for mesh, number in offset.items() if mesh != _DELETION}
 
 

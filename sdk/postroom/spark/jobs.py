@@ -5,12 +5,13 @@ was run. Its leg 2 is Spark's commit, which has one message of each partition, f
 an activity for each partition, and then runs both legs of each. The last one closes the job, and `job_completed` goes
 out.
 
-Spark commits only what is sent whole. So the root's leg 2 keeps what each partition has counted, and whoever runs the
-write again ends the bookkeeping that a killed driver had begun, by that driver's partitions, however many its own are.
+Spark commits only what is sent whole. So the root's leg 2 keeps what each partition has counted, and a driver that runs
+the write again finishes the bookkeeping that a killed driver had begun, by that driver's partitions, even if it has
+another number of them.
 
-The functions of the ledgers judge first and change something only where their verdict is `done`
-(docs/contract/jobs.md#jobs-24). Entries are leased for a moment, as nothing but the next statement follows them:
-whoever runs the write again waits that long for a driver that was killed in between.
+The functions of the ledgers check first and change something only where their verdict is `done`
+(docs/contract/jobs.md#jobs-24). Entries are leased for a few seconds, since only the next statement follows them: a
+driver that runs the write again waits that long for one that was killed in between.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _TOO_OFTEN: Final = (
     "the write was begun 999 times under this job, the most that a ledger can count: run it under another "
     "job; rows that were sent are duplicates there"
 )
-_BEGIN_SECONDS: Final = 15.0  # for a lease to run out that a killed driver has left
-_CLOSE_SECONDS: Final = 60.0  # for a Postgres that starts again: by then every row is sent
+_BEGIN_SECONDS: Final = 15.0  # longer than the lease that a killed driver has left
+_CLOSE_SECONDS: Final = 60.0  # for a restart of Postgres: by then every row is sent
 _ERROR_CHARACTERS: Final = 1000
 
 
@@ -68,7 +69,7 @@ async def ask(connection: Connection, activity: UUID) -> None:
     """Run leg 1, which sends nothing: count the attempt, and complete it.
 
     A replay is counted too, unless its job was closed. Raises `NotFound` where there is no such activity, `Conflict`
-    where its job ended early, and a retryable `TryAgain` where another driver is at it. An attempt that can't be
+    where its job ended early, and a retryable `TryAgain` where another driver runs it. An attempt that can't be
     counted fails the activity and its job, as it does in every flow (docs/jobs.md), and raises `Conflict`.
     """
     owner = uuid4()
@@ -86,7 +87,7 @@ async def answer(
 ) -> Answered:
     """Run what is left of leg 2 for the message `guid`: its work, with its result, and its children, in one commit.
 
-    Where it was done before, the result of that time is returned. Raises as `ask` does.
+    Where it was done before, it returns that result. Raises as `ask` does.
     """
     owner = uuid4()
     row = await _call(connection, "enter_leg2", activity, guid, owner, _LEASE)
@@ -95,7 +96,7 @@ async def answer(
     if row["verdict"] != "done":
         _refuse(row)
     if row["spawned"]:
-        return Answered(row["result"], owner)  # it is here again because it has closed the job
+        return Answered(row["result"], owner)  # the message came again because it has closed the job
     row = await _done(
         connection,
         "spawn",
@@ -116,7 +117,7 @@ async def complete(connection: Connection, activity: UUID, guid: str, owner: UUI
 
 
 async def give_up(connection: Connection, activity: UUID, guid: str, error: str) -> None:
-    """Enter leg 2 for the message `guid` and leave it with `error`, where it is still to be done."""
+    """Enter leg 2 for the message `guid` and leave it with `error`, where it is not done yet."""
     owner = uuid4()
     row = await _call(connection, "enter_leg2", activity, guid, owner, _LEASE)
     if row["verdict"] == "done":
@@ -162,10 +163,10 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class JobOfWrite:
-    """The job of one write, on the driver; the daemons of the executors know nothing of it."""
+    """The job of one write, on the driver; the executors' daemons do not know it."""
 
     def __init__(self, plan: WritePlan, job: WriteJob) -> None:
-        """Name the job's root by what makes it the same write: its target, mesh, namespace and id columns."""
+        """Derive the root's id from what identifies the write: its target, mesh, namespace and id columns."""
         self.id = job.id
         self._job = job
         self._request = _json({"to": plan.to or plan.to_column, "namespace": plan.namespace, "id": plan.ids})
@@ -179,14 +180,14 @@ class JobOfWrite:
         self._run(self._begin, _BEGIN_SECONDS)
 
     def close(self, counts: Sequence[Counts]) -> None:
-        """Close the job, whose partitions have counted `counts`; what is done of it stays as it is.
+        """Close the job, whose partitions have counted `counts`; what is done of it already stays.
 
         Raises `Conflict` where it was cancelled meanwhile. Returns when it is completed.
         """
         self._run(lambda connection, patience: self._close(connection, patience, counts), _CLOSE_SECONDS)
 
     def note_failure(self, error: str) -> None:
-        """Let an operator see why the write has failed; the job goes on when it is run again."""
+        """Record why the write has failed, for an operator; the job goes on when the write is run again."""
         self._run(
             lambda connection, _: give_up(connection, self._root, self._guid("write"), error[:_ERROR_CHARACTERS]),
             _BEGIN_SECONDS,
@@ -232,7 +233,7 @@ class JobOfWrite:
         return f"{self.id}/{word}"
 
     def _run(self, work: Callable[[Connection, Patience], Awaitable[None]], seconds: float) -> None:
-        """Run `work`, which may be repeated; raises what stops it, and what has done so for `seconds`."""
+        """Run `work`, which may be repeated; raises its errors, retryable ones after `seconds`."""
         patience = Patience(seconds)
 
         async def attempt() -> None:

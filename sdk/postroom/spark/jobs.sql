@@ -1,4 +1,4 @@
--- What a write that is a job asks of the ledgers, through the functions of their schema (docs/contract/spark.md#spark-11).
+-- The calls of the ledgers' functions by a write that is a job (docs/contract/spark.md#spark-11).
 
 -- name: knows_mesh
 -- Whether there is the mesh $1.

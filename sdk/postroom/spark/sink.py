@@ -6,9 +6,9 @@ daemon's outbox. So nothing has to be undone when a write fails: it is run again
 A task's rows go through the daemon of its host (`post`): when that returns, every row is on the daemon's disk
 (`wait=accepted`: at the broker), or is among the problems. A daemon that restarts, that is full (507) or that has too
 much in hand (429) is waited for; after `PATIENCE_SECONDS` without any progress the task fails with the daemon's error,
-and Spark runs it again. What it sent before is a duplicate then. Where no daemon answers at all, a task fails after
-`ABSENT_SECONDS`. The driver says at the end which rows were not sent, and writes them down where the option asks for
-it.
+and Spark runs it again. What it sent before is then a duplicate. Where no daemon answers at all, a task fails after
+`ABSENT_SECONDS`. The driver reports at the end which rows were not sent, and writes them to a file where the option is
+set.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS: Final = 300.0
 ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
-MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
+MOST_PROBLEMS: Final = 10_000  # rows of a task; more have a common cause, and would fill the driver's memory
 _BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
 _REUSED: Final = "idempotency_key_reused"
-_SHOWN: Final = 20  # rows in an error; the count is always whole
-_BATCH_ID: Final = "streaming.sql.batchId"  # where Spark tells a task which micro-batch it is of
+_SHOWN: Final = 20  # rows in an error, which always has the whole count
+_BATCH_ID: Final = "streaming.sql.batchId"  # Spark's property of a task with its micro-batch
 
 
 @dataclasses.dataclass
 class TaskDone(WriterCommitMessage):
-    """What a task tells the driver."""
+    """What a task reports to the driver."""
 
     tally: Tally
 
@@ -79,7 +79,7 @@ class BatchSink(DataSourceArrowWriter):
         return TaskDone(post(self._plan, iterator, task))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Say what became of all rows, on the driver, and close the job; raises where some were not sent."""
+        """Report what became of all rows, on the driver, and close the job; raises where some were not sent."""
         tallies = _tallies(messages)
         try:
             _conclude(self._plan, tallies, f"write-{self._ulid}")
@@ -91,7 +91,7 @@ class BatchSink(DataSourceArrowWriter):
             _say(f"the job {self._job.id} is completed")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Say what a write that failed leaves behind; of a commit that failed, its own error has told the job."""
+        """Report what a failed write leaves behind; a failed commit has recorded its own error in the job."""
         _say_aborted(self._plan)
         if len(_tallies(messages)) < len(messages):
             self._note_failure("tasks of the write failed: the log of its driver says why; run it again under this job")
@@ -101,12 +101,12 @@ class BatchSink(DataSourceArrowWriter):
             return
         try:
             self._job.note_failure(error)
-        except PostroomError as problem:  # what fails the write is the other one
+        except PostroomError as problem:  # the write fails with the other error
             _say(f"the failure could not be recorded in the job {self._job.id}: {problem}")
 
 
 class StreamSink(DataSourceStreamArrowWriter):
-    """A streaming write: the same for each micro-batch. `tag` is its own among streams, also after a restart."""
+    """A streaming write: the same for each micro-batch. `tag` identifies the stream, also after a restart."""
 
     def __init__(self, plan: WritePlan, tag: str) -> None:
         self._plan = plan
@@ -120,11 +120,11 @@ class StreamSink(DataSourceStreamArrowWriter):
         return TaskDone(post(self._plan, iterator, task))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
-        """Say what became of the rows of a micro-batch; raises where some were not sent, and the query ends."""
+        """Report what became of the rows of a micro-batch; raises where some were not sent, which ends the query."""
         _conclude(self._plan, _tallies(messages), f"stream-{self._tag}-batch-{batchId}")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
-        """Say what a micro-batch that failed leaves behind."""
+        """Report what a failed micro-batch leaves behind."""
         _say_aborted(self._plan)
 
 
@@ -189,7 +189,7 @@ def _partition() -> int:
 
 
 def _tallies(messages: Sequence[WriterCommitMessage | None]) -> list[Tally]:
-    """Return what the tasks that were done tell, in the order of their partitions."""
+    """Return the tallies of the tasks that finished, in the order of their partitions."""
     return [message.tally for message in messages if isinstance(message, TaskDone)]
 
 
@@ -222,16 +222,16 @@ class Tally:
 def post(plan: WritePlan, batches: Iterator[pa.RecordBatch], task: SparkTask) -> Tally:
     """Send the rows of `batches`, as those of a `task`.
 
-    Raises the `PostroomError` that stops all of them, as `InvalidMessage` or no daemon. For a thread without an event
-    loop of its own.
+    Raises the `PostroomError` that stops all of them, such as `InvalidMessage`, or one for a missing daemon. For a
+    thread without an event loop.
     """
     return asyncio.run(_post(plan, batches, task.traceparent))
 
 
 async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent: str) -> Tally:
     async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
-        version = await client.version()  # a host without a daemon is told of soon
-    # refuse to send what is a job of one mesh into another
+        version = await client.version()  # with less patience: a host without a daemon fails soon
+    # refuse to send the rows of a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
         detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
         raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
@@ -249,7 +249,7 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent:
 
 
 async def _slices(reader: RowReader, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
-    """Read Spark's batches in a thread, since they may be long in coming, and cut them up."""
+    """Read Spark's batches in a thread, since that may block for long, and slice them."""
     while (batch := await asyncio.to_thread(next, batches, None)) is not None:
         for rows in reader.slices(batch):
             yield rows
@@ -264,14 +264,14 @@ class _Task:
         self._traceparent = traceparent
         self._on_the_way: dict[int, Row] = {}  # by line
         self._not_accepted: deque[tuple[Row, SendResult]] = deque()  # by the broker, with `wait=accepted`
-        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be on their way to it
+        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be under way to it
         self._changed = asyncio.Event()  # there is more to wait for, or all is sent
         self._sent = False
 
     async def send_and_await_broker(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
         """Do as `send` does, and return when the broker has every row that was queued.
 
-        Raises `TryAgain` where it doesn't come to that.
+        Raises `TryAgain` where that takes too long.
         """
 
         async def send() -> None:
@@ -303,7 +303,7 @@ class _Task:
                             self._room.release()
                     elif (problem := result.problem) is not None:
                         self._room.release()
-                        # an id that is taken by other content, or a row that was refused for itself, or retired before
+                        # an id with other content, or a row that was refused, or retired before
                         self._problem(
                             RowProblem(
                                 row.key,
@@ -348,7 +348,7 @@ class _Task:
             )
 
     async def _await_broker(self, client: AsyncClient) -> None:
-        """Wait until the broker has the rows that were queued, as many at a time as are in a batch."""
+        """Wait until the broker has the rows that were queued, a batch at a time."""
         while not self._sent or self._not_accepted:
             await self._changed.wait()
             self._changed.clear()
@@ -385,7 +385,7 @@ def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
 
 
 def prepare_directory(option: str, directory: str) -> None:
-    """Make the directory that `option` names before a row is sent; raises `InvalidMessage` where that can't be."""
+    """Create the directory of `option` before a row is sent; raises `InvalidMessage` where that fails."""
     try:
         system, path = _resolve(directory)
         system.create_dir(path, recursive=True)
@@ -395,7 +395,7 @@ def prepare_directory(option: str, directory: str) -> None:
 
 
 def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:
-    """Write `<directory>/<name>.jsonl`, one object a row; return its path. A second write replaces it."""
+    """Write `<directory>/<name>.jsonl`, one object per row; return its path. A second write replaces it."""
     system, path = _resolve(directory)
     lines = [
         msgspec.json.encode(
