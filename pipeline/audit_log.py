@@ -1,11 +1,11 @@
-"""`audit-log`: who sent what to whom, as append-only Parquet by day, and what exports of outboxes say of their rows.
+"""`audit-log`: senders, destinations and fingerprints by day, as append-only Parquet, and the rows of outbox exports.
 
     OUTPUT/history/day=2026-11-01/part.parquet      a line for each accepted message, by mesh and history_id
     OUTPUT/outbox/day=2026-11-01/part.parquet       a line for each row of an export (`postroom outbox export`)
 
-A day is written once, when it has been over for an hour, and then stays as it is, also when retention has deleted its
-messages. The bytes follow from the rows: one day rebuilt elsewhere is the same file. With `verify=true` every day that
-is there is computed anew and compared. Bodies are never in it; the fingerprint says what was sent.
+A day is written once, an hour after its end, and then stays as it is, also when retention has deleted its messages. The
+bytes follow from the rows: one day rebuilt elsewhere is the same file. With `verify=true` every existing day is
+recomputed and compared. It never has bodies, only their fingerprints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _GROUP_ROWS: Final = 65_536  # of a row group
-_UNFINISHED: Final = ".part-"  # how names of files begin that are not whole
+_UNFINISHED: Final = ".part-"  # the prefix of unfinished files
 _ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose task was killed
 DAYS: Final = columns("source string, day string, rows long, became string")
 _SETTLED: Final = timedelta(hours=1)  # after which nothing of a day can still commit
@@ -51,7 +51,7 @@ _OUTBOX: Final = columns(
 
 
 class Day(NamedTuple):
-    """A day, and what became of it: `written`, `kept` unseen, or found to be the `same` or `different`."""
+    """A day, and what became of it: `written`, `kept` unread, or found to be the `same` or `different`."""
 
     source: str
     day: str
@@ -62,8 +62,8 @@ class Day(NamedTuple):
 def write_days(directory: str, batches: Iterator[pa.RecordBatch], *, verify: bool) -> Iterator[pa.RecordBatch]:
     """Write the rows of each day, which come one day after the other; yield a row of `DAYS` for each.
 
-    Row groups have one size, wherever Spark's batches end, and a file gets its name when it is whole. So a task that
-    runs twice writes the same bytes, and finds them there.
+    Row groups have one size, wherever Spark's batches end, and a file gets its name when it is complete. So a task that
+    runs twice writes the same bytes, and the second time finds the file.
     """
     import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
 
@@ -73,7 +73,7 @@ def write_days(directory: str, batches: Iterator[pa.RecordBatch], *, verify: boo
 
 
 def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """Cut batches where the day changes; the column `day` is then in the name of the directory."""
+    """Split batches where the day changes; the column `day` is then in the name of the directory."""
     for batch in batches:
         days = batch.column("day").to_pylist()
         rest = batch.drop_columns(["day"])
@@ -86,7 +86,7 @@ def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordB
 
 def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool) -> Day:
     final = directory / f"day={day}" / "part.parquet"
-    # remove what tasks that were killed have left in a day's directory, and never what one is writing
+    # remove the files of killed tasks from a day's directory, but not those of running ones
     for file in final.parent.glob(f"{_UNFINISHED}*"):
         with suppress(FileNotFoundError):  # another task sweeps as well
             if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
@@ -132,7 +132,7 @@ class Options(Database, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Write the days that are over; an outcome with a day that is not what it was is a failed one."""
+    """Write the days that are over; the outcome has failed where a day is not what it was."""
     settled = datetime.now(UTC) - _SETTLED
     today = settled.replace(hour=0, minute=0, second=0, microsecond=0)
     before = today if options.before is None else min(today, datetime.fromisoformat(options.before).replace(tzinfo=UTC))

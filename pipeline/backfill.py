@@ -1,6 +1,6 @@
 """`backfill`: sends every row of a Parquet, CSV or JSON data set through the daemon of each executor's host.
 
-It is `df.write.format("postroom")` (docs/spark.md). The id columns make a second run harmless: the same rows get the
+It uses `df.write.format("postroom")` (docs/spark.md). The id columns make a second run harmless: the same rows get the
 same ids, and are duplicates.
 """
 

@@ -1,7 +1,7 @@
 """`delivery-report`: how long deliveries took, as percentiles by mesh, destination, stage and day, and as a picture.
 
 Two stages are measured, each from the accept on: until a message was `published` into JetStream, and until a consumer
-had `handled` it. Writes OUTPUT/latency.parquet and OUTPUT/latency.png, both anew each time.
+had `handled` it. Writes OUTPUT/latency.parquet and OUTPUT/latency.png, which each run replaces.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ _PERCENTILES: Final = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
 class Latency(NamedTuple):
-    """What one day's deliveries to one destination took; percentiles in milliseconds."""
+    """How long one day's deliveries to one destination took; percentiles in milliseconds."""
 
     mesh: str
     to: str
@@ -89,7 +89,7 @@ def measure(spark: SparkSession, options: Options) -> list[Latency]:
 
 @contextmanager
 def _replaced(file: Path) -> Iterator[Path]:
-    """Lend a path to write to, and give the file its name when it is whole: until then the old one stays."""
+    """Lend a path to write to, and give the file its name when it is complete: until then the old one stays."""
     fresh = file.with_name(f".{file.name}")
     yield fresh
     fresh.replace(file)
@@ -98,7 +98,7 @@ def _replaced(file: Path) -> Iterator[Path]:
 def draw(latencies: Sequence[Latency], file: Path) -> None:
     """Draw a panel for each of the busiest destinations into a PNG file: its median and slow tail by day.
 
-    Without any delivery, say so in it.
+    Without any delivery, it says so.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415
@@ -117,7 +117,7 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     days = sorted({line.day for line in latencies if _name(line) in wanted})
     for panel, destination in zip(panels, wanted, strict=False):
         _draw_panel(panel, destination, [line for line in latencies if _name(line) == destination])
-        # mark some of the days that there are, the same in every panel, and leave room for the words behind the last
+        # mark some of the days, the same in every panel, and leave room for the words after the last
         first, last = datetime.fromisoformat(days[0]), datetime.fromisoformat(days[-1])
         span = max((last - first).days, 1)
         marked = [datetime.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
@@ -191,7 +191,7 @@ def _title(figure: Any, latencies: Sequence[Latency], panels: int) -> None:
 
 
 def _duration(milliseconds: float, _position: Any) -> str:
-    """Write a time as people read it: `0.4 ms`, `35 ms`, `2.5 s`, `3 min`."""
+    """Format a duration: `0.4 ms`, `35 ms`, `2.5 s`, `3 min`."""
     if milliseconds < 1000:  # noqa: PLR2004 - a second
         return f"{milliseconds:.2g} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"  # noqa: PLR2004 - two digits
     seconds = milliseconds / 1000

@@ -1,7 +1,7 @@
 """`orphan-check`: every accepted message has all its rows (docs/contract/accept.md#accept-38).
 
-Gives the answer of `postroom broker orphan-check`, for databases where one statement takes too long. All tables are
-read as one snapshot shows them, so that it may run beside accepts and sweeps. It writes nothing.
+It finds what `postroom broker orphan-check` finds, for databases where one statement takes too long. All tables are
+read in one snapshot, so that it may run during accepts and sweeps. It writes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Options(Database, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Check one snapshot of the database; an outcome with violations is a failed one."""
+    """Check one snapshot of the database; the outcome has failed where there are violations."""
     with snapshot(options.database_url) as moment:
         violations = find_orphans(spark, moment, timedelta(days=options.events_kept_days))
     facts = {each.kind: f"{counted(each.rows, 'row')}: {', '.join(map(str, each.examples))}" for each in violations}

@@ -1,5 +1,5 @@
 -- name: export_snapshot
--- This transaction's snapshot, for other connections to read as well, and its time.
+-- This transaction's snapshot, for other connections to import, and its time.
 SELECT pg_export_snapshot() AS name, now() AS now;
 
 -- name: blocks
@@ -15,7 +15,7 @@ JOIN mesh.message_history AS history
 GROUP BY stretch.mesh_id, stretch.after ORDER BY stretch.mesh_id, stretch.after;
 
 -- name: dedupe_rows
--- The ids that are known, in some blocks of their table.
+-- The known ids, in some blocks of their table.
 SELECT broker_message_id, mesh_id, history_id, destination_kind, history_available
 FROM mesh.client_message_dedupe
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
@@ -60,7 +60,7 @@ WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint ||
   AND payload ->> 'broker_message_id' = id::text;
 
 -- name: dropped_event_rows
--- The same of the events that an operator dropped, in some blocks of their table.
+-- The same for the events that an operator dropped, in some blocks of their table.
 SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at
 FROM postroom.dropped_events
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid
@@ -75,7 +75,7 @@ FROM postroom.dropped_deliveries
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
 
 -- name: audit_rows
--- Who sent what to whom in a range of a mesh's history, before $4; never what it said.
+-- The messages in a range of a mesh's history, before $4, without their bodies.
 SELECT to_char(history.accepted_at AT TIME ZONE 'UTC', 'YYYY-MM-DD') AS day, mesh.slug AS mesh, history.history_id,
   history.accepted_at, history.broker_message_id, history.client_message_id, sender.name AS sender,
   destination_kind || ':' || destination_ref AS "to", history.recipients,
@@ -111,14 +111,14 @@ SELECT to_char(accepted_at AT TIME ZONE 'UTC', 'YYYY-MM-DD') AS day, mesh, "to",
 FROM step WHERE at IS NOT NULL;
 
 -- name: count_windows
--- Keeps the greater count of each window: a rebuilt one has lost what retention deleted meanwhile.
+-- Keeps the greater count of each window: a recount misses what retention has deleted meanwhile.
 INSERT INTO pipeline.rate_limit_counter (mesh, member, window_start, window_seconds, messages)
 SELECT * FROM unnest($1::text[], $2::text[], $3::timestamptz[], $4::integer[], $5::bigint[])
 ON CONFLICT (mesh, member, window_seconds, window_start) DO UPDATE
 SET messages = excluded.messages WHERE excluded.messages > rate_limit_counter.messages;
 
 -- name: index_messages
--- The words of messages, each once; a message never changes. What is too long is indexed by its beginning.
+-- The words of messages, each once; a message never changes. Of a long one only the beginning is indexed.
 INSERT INTO pipeline.search_index (mesh, history_id, broker_message_id, sender, destination, accepted_at, words)
 SELECT mesh, history_id, broker_message_id, sender, destination, accepted_at, to_tsvector('simple', left(body, 100000))
 FROM unnest($1::text[], $2::bigint[], $3::uuid[], $4::text[], $5::text[], $6::timestamptz[], $7::text[])
@@ -126,7 +126,7 @@ FROM unnest($1::text[], $2::bigint[], $3::uuid[], $4::text[], $5::text[], $6::ti
 ON CONFLICT (mesh, history_id) DO NOTHING;
 
 -- name: forget_words
--- Deletes the words of messages that retention has deleted, of one mesh or of all; says how many.
+-- Deletes the words of messages that retention has deleted, of one mesh or of all; returns how many.
 WITH gone AS (
   DELETE FROM pipeline.search_index AS found
   WHERE ($1::text IS NULL OR found.mesh = $1) AND NOT EXISTS (

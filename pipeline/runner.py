@@ -1,9 +1,9 @@
 """Every pipeline by name, and running one: its options, a Spark session, progress on a terminal, and the summary.
 
-Options are words `name=value`, alike for `postroom pipeline run` and `spark-submit`.
+Options are words `name=value`, for `postroom pipeline run` and `spark-submit` alike.
 
-`postroom pipeline run` calls `run_by_name`; a module that was given to `spark-submit` calls `submitted`. Where a
-session runs already it is used and left running.
+`postroom pipeline run` calls `run_by_name`; a module that was given to `spark-submit` calls `submitted`. A session that
+runs already is used and left running.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class History(Database):
 
 
 def parse(options: type[O], words: Iterable[str], name: str) -> O:
-    """Read the words of one pipeline; raises `Fatal` (2) that says which is wrong, and what there is."""
+    """Read the words of one pipeline; raises `Fatal` (2) with the wrong one and the known options."""
     given: dict[str, str] = {}
     for word in words:
         key, separator, value = word.partition("=")
@@ -81,7 +81,7 @@ def parse(options: type[O], words: Iterable[str], name: str) -> O:
 
 
 def described(options: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
-    """Return each option with what it does, and its default if it has one."""
+    """Return each option with its description, and its default if it has one."""
     schema = msgspec.json.schema(options)
     known = schema["$defs"][options.__name__]
     required = known.get("required", ())
@@ -120,7 +120,7 @@ class Pipeline(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module that it lives in."""
+        """Its module."""
         return f"pipeline.{self.name.replace('-', '_')}"
 
     @property
@@ -137,7 +137,7 @@ class Pipeline(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a run says at its end; `failed` where it found what should not be."""
+    """The result of a run; `failed` where it found something wrong."""
 
     facts: Mapping[str, Any]
     failed: bool = False
@@ -160,14 +160,14 @@ PIPELINES: Final[Mapping[str, Pipeline]] = MappingProxyType(
 
 
 def find(name: str) -> Pipeline:
-    """Return a pipeline; raises `Fatal` (3) where there is none of that name."""
+    """Return the pipeline of that name; raises `Fatal` (3) for an unknown one."""
     if name not in PIPELINES:
         raise Fatal(Exit.NOT_FOUND, f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}")
     return PIPELINES[name]
 
 
 def run_by_name(name: str, words: Sequence[str], *, shown: bool = True) -> Outcome:
-    """Run a pipeline with the options `words`; on a terminal how far it is can be `shown`.
+    """Run a pipeline with the options `words`; a terminal shows its progress where that is `shown`.
 
     Raises `Fatal`, and the errors of what it reads and writes.
     """
@@ -198,7 +198,7 @@ def check_spark() -> None:
 
 @contextmanager
 def session(name: str) -> Iterator[SparkSession]:
-    """Lend the Spark session of this process, or one on all cores of this machine."""
+    """Lend the Spark session of this process, or start one on all cores of this machine."""
     from pyspark import SparkConf  # noqa: PLC0415 - slow to import, and an extra
     from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - the same
     from pyspark.sql import SparkSession  # noqa: PLC0415 - the same
@@ -231,34 +231,34 @@ def session(name: str) -> Iterator[SparkSession]:
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
         if threading.current_thread() is threading.main_thread():
-            # Spark's own handler would talk to Java within the call that Ctrl-C interrupts, which cannot be
+            # Spark's own handler would call Java during the call that Ctrl-C interrupts, which is not possible
             signal.signal(signal.SIGINT, signal.default_int_handler)
             logging.getLogger().addFilter(_is_news)
             logging.getLogger("py4j").setLevel(logging.CRITICAL)
         try:
             yield spark
         except BaseException:
-            with suppress(Exception):  # Java may be what ended
-                spark.sparkContext.setLogLevel("OFF")  # tasks are cut off, and would say so at length
+            with suppress(Exception):  # Java itself may have ended
+                spark.sparkContext.setLogLevel("OFF")  # tasks are interrupted, and would log that at length
             raise
         finally:
             spark.stop()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Leave out what the way to Java logs of an interruption with a traceback, since it raises it as well."""
+    """Drop the traceback that py4j logs of an interruption, since it raises that as well."""
     return record.getMessage() != "KeyboardInterrupt while sending command."
 
 
 class Tasks(NamedTuple):
-    """How many tasks of the stages at work are done, of how many."""
+    """How many tasks of the active stages are done, of how many."""
 
     done: int
     all: int
 
 
 def tasks(spark: SparkSession) -> Tasks:
-    """Ask Spark how far its stages are."""
+    """Return how far Spark's stages are."""
     tracker = spark.sparkContext.statusTracker()
     stages = [info for stage in tracker.getActiveStageIds() if (info := tracker.getStageInfo(stage))]
     return Tasks(sum(stage.numCompletedTasks for stage in stages), sum(stage.numTasks for stage in stages))

@@ -1,7 +1,7 @@
 """`search-index`: the words of every message whose body is text, in `pipeline.search_index` of the same database.
 
 A second run adds what is missing, and deletes the words of messages that retention has deleted: what may not be kept as
-a message may not be found as an index either.
+a message may not be kept as an index either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Options(History, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Index the messages that are not indexed yet, and forget those that are gone."""
+    """Index the messages that are not indexed yet, and delete the words of deleted ones."""
     asyncio.run(migrate(options.database_url))
     texts = history(spark, options).load().where("body IS NOT NULL").select(*_COLUMNS)
     write_rows(texts, options.database_url, QUERIES["index_messages"], ("mesh", "history_id"))

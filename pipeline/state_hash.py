@@ -1,7 +1,7 @@
-"""`state-hash`: the chain of hashes of every agent's event store, computed anew and compared with the recorded one.
+"""`state-hash`: the chain of hashes of every agent's event store, recomputed and compared with the recorded one.
 
-A chain is computed in one go, stores beside each other, by the code that `postroom agent verify` runs. The files are
-only read; on a cluster they have to lie where the executors see them.
+Each chain is computed by one task, with the code of `postroom agent verify`; stores are processed in parallel. The
+files are only read; on a cluster they have to be where the executors see them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options(Struct, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Verify each store; an outcome with a store that was altered is a failed one."""
+    """Verify each store; the outcome has failed where one was altered."""
     stores = sorted(glob(options.stores, recursive=True))  # noqa: PTH207 - the pattern may be absolute
     if not stores:
         raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}: pass where they are with stores=PATTERN")

@@ -1,7 +1,7 @@
-"""Tables of Postgres as DataFrames: each task copies one part to Arrow, all parts as one snapshot shows them.
+"""Tables of Postgres as DataFrames: each task copies one part to Arrow, all parts in one snapshot.
 
-The driver holds a transaction open that exports its snapshot, so that a table of any size is read by many tasks at one
-moment, beside accepts and sweeps. Nothing is locked but what keeps a table from being rewritten.
+The driver holds a transaction open that exports its snapshot, so that many tasks read a table of any size as of one
+moment, during accepts and sweeps. The only locks are those that keep a table from being rewritten.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ROWS: Final = 1000  # of one statement
 
 
 async def migrate(url: str) -> list[str]:
-    """Bring the pipelines' own tables to this program's version and return what was applied; raises `Fatal`."""
+    """Migrate the pipelines' own tables to this program's version and return what was applied; raises `Fatal`."""
     return await postgres.migrate(url, ROOM)
 
 
 def columns(text: str) -> StructType:
-    """Return the columns that `text` names, each with its type: `mesh string, history_id long`."""
+    """Return the columns of `text`, each with its type: `mesh string, history_id long`."""
     schema = StructType()
     for column in text.split(", "):
         name, kind = column.split()
@@ -55,7 +55,7 @@ def columns(text: str) -> StructType:
 
 
 def history(spark: SparkSession, options: History) -> DataFrameReader:
-    """Return what reads the history, or the part of it that the options mean."""
+    """Return a reader of the history, or of the part of it that the options select."""
     spark.dataSource.register(HistorySource)
     given = {name: getattr(options, name) for name in History.__struct_fields__}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -72,13 +72,13 @@ class Snapshot(NamedTuple):
     loop: asyncio.AbstractEventLoop
 
     def fetch(self, query: str, *arguments: Any) -> list[Any]:
-        """Run a query as this snapshot shows the database."""
+        """Run a query in this snapshot."""
         return asyncio.run_coroutine_threadsafe(self.connection.fetch(query, *arguments), self.loop).result()
 
 
 @contextmanager
 def snapshot(url: str) -> Iterator[Snapshot]:
-    """Hold one moment of the broker's database; raises `Fatal`, also where its schema is not this program's."""
+    """Hold a snapshot of the broker's database; raises `Fatal`, also where its schema is of another version."""
     loop, ending = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=loop.run_forever, name="postroom-snapshot", daemon=True)
     thread.start()
@@ -109,14 +109,14 @@ def snapshot(url: str) -> Iterator[Snapshot]:
 
 
 def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, schema: StructType) -> DataFrame:
-    """Read the query of `table` whose first arguments are the blocks that it reads, from one up to another."""
+    """Read the query of `table` whose arguments are the first block that it reads, and the block after the last."""
     (size,) = moment.fetch(QUERIES["blocks"], table)
     parts = [[start, start + _BLOCKS] for start in range(0, max(size["blocks"], 1), _BLOCKS)]
     return read_parts(spark, moment, query, parts, schema)
 
 
 def read_ranges(spark: SparkSession, moment: Snapshot, query: str, schema: StructType, *rest: Any) -> DataFrame:
-    """Read the query whose first arguments are a mesh's id and a range of its history, and the others `rest`."""
+    """Read the query whose arguments are a mesh's id, a range of its history, and `rest`."""
     parts = [
         [row["mesh_id"], after, min(after + _RANGE, row["last"]), *rest]
         for row in moment.fetch(QUERIES["extents"])
@@ -143,7 +143,7 @@ def read_parts(
 def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -> None:
     """Run `statement` over all rows, each of its arguments the array of one column, in the columns' order.
 
-    A second run of a task has to be harmless. Tasks take rows in the order of their key: no two wait in a circle.
+    A second run of a task has to be harmless. Tasks take rows in the order of their key, so that none deadlock.
     """
 
     def write(rows: Iterable[Row]) -> None:
