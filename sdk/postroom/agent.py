@@ -56,25 +56,25 @@ _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
 
 
 class InvalidAgent(PostroomError):
-    """An agent's class cannot be run: the sentence says what its author has to change."""
+    """An agent's class cannot be run: the error says what its author has to change."""
 
 
 class Envelope(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One message as an agent sees it, and as its store keeps it (docs/contract/delivery.md#delivery-59).
 
-    The fields stand in the order of their names, so that encoding one gives the canonical order of RFC 8785.
+    The fields are in the order of their names, so that encoding one gives the canonical order of RFC 8785.
     """
 
     actor: str = ""  # who caused it: a member, or an agent
     causation_id: str | None = None  # id of the message that caused it
-    correlation_id: str | None = None  # id of the message that began it all
-    entity_id: str | None = None  # the thing it is about, whose version `expected_version` speaks of
+    correlation_id: str | None = None  # id of the first message of the chain
+    entity_id: str | None = None  # the thing it is about; `expected_version` is a version of it
     expected_version: int | None = None  # the version that the sender knew; another one is a conflict
     id: str = ""
     idempotency_key: str = ""  # what two copies of one message have in common
     payload: Any = None  # JSON
     schema_version: int = 1
-    source: str = ""  # what sent it
+    source: str = ""  # the program that sent it
     span_id: str = ""  # 16 hex digits: the hop that sent it
     tenant: str = ""
     trace_id: str = ""  # 32 hex digits
@@ -109,10 +109,10 @@ Effects: TypeAlias = Effect | Iterable[Effect] | None
 
 
 class Agent(Generic[_S]):
-    """The base of every agent; `Agent[State]` where it keeps a state, `Agent` where it keeps none.
+    """The base of every agent: `Agent[State]` with a state, `Agent` without.
 
-    `subjects` says what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
-    `event_subject` says where its events go, with `{type}` and optionally `{version}`; a stream must have that subject.
+    `subjects` is what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
+    `event_subject` is where its events go, with `{type}` and optionally `{version}`; a stream must have that subject.
     Its durable consumer is named after `name`; unset, it is the class's name in snake_case.
     """
 
@@ -122,7 +122,7 @@ class Agent(Generic[_S]):
 
     state: _S  # after the last message that was handled; only `apply` changes it
     attempt: int = 1  # of the message that `receive` was given: 1 for the first
-    last_error: str | None = None  # why the attempt before failed; "ack_timeout" where its process ended in it
+    last_error: str | None = None  # why the attempt before failed; "ack_timeout" where its process ended during it
     tenant: str = ""  # where the agent runs
     workspace: str = "default"
 
@@ -145,7 +145,7 @@ class Agent(Generic[_S]):
 
 
 def agent_name(agent: type[Agent[Any]]) -> str:
-    """Return what the agent is called: its `name`, or its class's name in snake_case."""
+    """Return the name of the agent: its `name`, or its class's name in snake_case."""
     return agent.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", agent.__name__).lower()
 
 
@@ -187,7 +187,7 @@ def _check_methods(agent: type[Agent[Any]]) -> None:
         try:
             inspect.signature(getattr(object.__new__(agent), name)).bind(*arguments.strip("()").split())
         except TypeError as error:
-            raise _invalid(f"{agent.__name__}.{name} must accept {arguments} beside self: {error}") from error
+            raise _invalid(f"{agent.__name__}.{name} must accept {arguments} in addition to self: {error}") from error
     try:
         inspect.signature(agent).bind()
     except TypeError as error:
@@ -203,7 +203,7 @@ def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[
 
 
 def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, event: str, version: int | str) -> str:
-    """Return where an event of the agent goes; raises `InvalidAgent` where that is not a subject."""
+    """Return the subject of an event of the agent; raises `InvalidAgent` where it is not valid."""
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
     subject = _filled(f"{agent.__name__}.event_subject", agent.event_subject, places)
     if _SUBJECT.fullmatch(subject) is None or event not in subject:

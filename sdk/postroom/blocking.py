@@ -1,8 +1,8 @@
 """`Client`: the same as `AsyncClient`, for programs without an event loop.
 
-Not a twin: each method is `AsyncClient`'s own, with its signature and docstring. A request runs over blocking sockets
-in the thread that asks, where nothing in the method ever waits for a loop; a stream, which sends and receives at once,
-on a loop in a thread of its own. A test goes through `AsyncClient` and finds each of its methods here.
+Not a copy: each method is `AsyncClient`'s own, with its signature and docstring. A request runs over blocking sockets
+in the calling thread, where nothing in the method ever waits for a loop; a stream, which sends and receives at once,
+on a loop in a thread of its own. A test checks that each method of `AsyncClient` is here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[AsyncClient, _P], AsyncIterator[_R]],
 ) -> Callable[Concatenate[Client, _P], Generator[_R, None, None]]:
-    """Make the generator that takes each item of `method`'s from the client's own loop."""
+    """Make the generator that yields the items of `method` from the client's own loop."""
 
     @functools.wraps(method)
     def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Generator[_R, None, None]:
@@ -78,12 +78,12 @@ class Client:
         self._use(requests, functools.partial(AsyncClient, socket, timeout=timeout, patience=patience))
 
     def _use(self, requests: AsyncClient, make_streamer: Callable[[], AsyncClient]) -> None:
-        """Ask through `requests`, whose methods never wait for a loop, and stream through what is made in one."""
+        """Send requests through `requests`, whose methods never wait for a loop, and stream through another client."""
         self._requests = requests
         self._make_streamer = make_streamer
         self._streams: tuple[LoopThread, AsyncClient] | None = None  # once there is one
         self._lock = threading.Lock()
-        self._process: int | None = os.getpid()  # the one that may use it
+        self._process: int | None = os.getpid()  # the process that may use it
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +153,7 @@ class Client:
 
 
 class _Requests(AsyncClient):
-    """An `AsyncClient` over blocking sockets: what its methods wait for has happened when they get it back."""
+    """An `AsyncClient` over blocking sockets: what its methods await is done when they get it."""
 
     def _pool(self, path: str) -> Exchanges:
         return BlockingPool(path)

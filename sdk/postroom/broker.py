@@ -1,7 +1,7 @@
 """`BrokerClient`: administer a broker, and read what it has accepted (docs/contract/accept.md#accept-4).
 
-The token of a member, or of an operator of one mesh, implies that mesh, which may then be omitted. What an operator may
-do who administers, a member with the role `admin` may do within its own mesh.
+The token of a member, or of an operator of one mesh, implies that mesh, which may then be omitted. A member with the
+role `admin` may do within its own mesh what an administering operator may do.
 """
 
 import ssl
@@ -64,8 +64,8 @@ __all__ = ["BrokerClient"]
 class BrokerClient(Calls):
     """A client of the broker at `url`, with a bearer `token`.
 
-    One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
-    try). Raises `InvalidMessage` for other numbers.
+    One exchange may take `timeout` seconds (more than 0); requests that may be repeated are, for `patience` seconds (0:
+    one try). Raises `InvalidMessage` for other numbers.
     `ca_file` holds the certificates to trust instead of the system's. Use it in one event loop.
     """
 
@@ -87,7 +87,7 @@ class BrokerClient(Calls):
         return await self._read("/v1/features", Features)
 
     async def whoami(self) -> WhoAmI:
-        """Return whom the token speaks for, as the log of operators names it, and what it may do in which mesh."""
+        """Return the holder of the token, as named in the log of operators, and what it may do in which mesh."""
         return await self._read("/v1/whoami", WhoAmI)
 
     async def accepted(self, messages: Sequence[SentMessage]) -> list[AcceptAnswer]:
@@ -133,7 +133,7 @@ class BrokerClient(Calls):
         return await self._change("POST", path, MemberToken)
 
     async def retire_member_token(self, mesh: str, name: str) -> None:
-        """End the old one of a member's two tokens; raises `NotFound` where there is but one."""
+        """End the old one of a member's two tokens; raises `NotFound` where there is only one."""
         await self._delete("members", mesh, name, "old_token")
 
     async def create_operator(self, name: str, role: OperatorRole, mesh: str | None = None) -> OperatorToken:
@@ -179,7 +179,7 @@ class BrokerClient(Calls):
         await self._delete("topics", mesh, topic, "subscriptions", member)
 
     async def create_webhook(self, mesh: str, topic: str, url: str) -> NewWebhook:
-        """Post a topic's messages to `url` from now on; return the secret that signs them, which is shown only once."""
+        """Post a topic's messages to `url` from now on; return the secret that signs them, shown only once."""
         return await self._change("POST", _path("topics", mesh, topic, "webhooks"), NewWebhook, CreateWebhook(url=url))
 
     async def list_webhooks(self, mesh: str, topic: str) -> list[Webhook]:
@@ -229,26 +229,26 @@ class BrokerClient(Calls):
             after, query.incarnation = page.next_after, page.incarnation
 
     async def start_job(self, wanted: StartJob) -> StartedJob:
-        """Start a job of a flow, by names alone; a start that is repeated under its id starts one job."""
+        """Start a job of a flow, by its names; a start that is repeated under its id starts one job."""
         begin = partial(self._transport.call, "POST", JOBS.path, StartedJob, body=wanted)
         return await retrying(begin, self._patience())
 
     async def explain(self, message: str) -> list[JobMessage]:
-        """Return what a message was to each activity of a job that it concerned; raises `NotFound`."""
+        """Return the role of a message for each activity of a job that it concerned; raises `NotFound`."""
         return (await self._read(f"{JOBS.path}/messages/{quote(message, safe='')}", MessagePage)).messages
 
     async def causes(self, mesh: str | None = None) -> LetterCauses:
         """Return why messages of a mesh are dead, the most frequent cause first, with one example of each."""
         return await self._read(f"{DEAD_LETTERS.path}/causes", LetterCauses, query=MeshQuery(mesh=mesh))
 
-    # What an operator sees and changes: `noun` is the table of it, as `postroom._wire.dead_letters.DEAD_LETTERS` is.
+    # What an operator sees and changes; `noun` is its table, such as `postroom._wire.dead_letters.DEAD_LETTERS`.
 
     async def list_things(self, noun: Noun[Q, P, W, L, C, F, T], query: Q) -> P:
-        """Return one page of the things that `query` means."""
+        """Return one page of the things that `query` selects."""
         return await self._read(noun.path, noun.page, query=query)
 
     async def inspect(self, noun: Noun[Q, P, W, L, C, F, T], *words: str, query: msgspec.Struct | None = None) -> W:
-        """Return one thing, whole, by the words that its `place` has room for; raises `NotFound`."""
+        """Return one thing, whole, by the words that fill in its `place`; raises `NotFound`."""
         place = iter(words)
         path = "/".join(quote(next(place), safe="") if part[0] == "{" else part for part in noun.place.split("/"))
         return await self._read(f"{noun.path}/{path}", noun.whole, query=query)
@@ -271,9 +271,9 @@ class BrokerClient(Calls):
         mesh: str | None = None,
         dry_run: bool = False,
     ) -> Result[T]:
-        """Do a verb to all that `wanted` means; with `dry_run`, only say to what.
+        """Do a verb to all that `wanted` selects; with `dry_run`, only return to what.
 
-        However many there are, one request is about some hundred; what it did stays done where a later one fails.
+        One request covers some hundred of them; what it did stays done where a later one fails.
         """
         total: Result[T] = Result(dry_run=dry_run, done=[], failed=[])
         async for part in self.changes(noun, verb, wanted, reason=reason, mesh=mesh, dry_run=dry_run):

@@ -1,6 +1,6 @@
 """`AsyncClient`: send messages to the daemon of this machine, and ask for their state.
 
-Every send carries an id that is minted before the first try, so that whatever is tried again (a refused or broken
+Every send carries an id that is minted before the first try, so that a repeated request (after a refused or broken
 connection, 429, 503, 507) can't become a second message: the daemon's outbox row under that id makes the second try
 a no-op (docs/contract/send.md#send-37).
 """
@@ -68,8 +68,8 @@ __all__ = ["AsyncClient"]
 class AsyncClient(Calls):
     """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, or the only one on this machine).
 
-    One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
-    try). Raises `InvalidMessage` for other numbers.
+    One exchange may take `timeout` seconds (more than 0); requests that may be repeated are, for `patience` seconds (0:
+    one try). Raises `InvalidMessage` for other numbers.
     Use it in one event loop, as a context manager or with `close`.
     """
 
@@ -100,7 +100,7 @@ class AsyncClient(Calls):
         """Send one message; when this returns, the message is on disk and will be sent whatever happens.
 
         Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
-        last two the message may have been kept all the same: send it again under the error's `client_message_id`.
+        last two the message may still have been kept: send it again under the error's `client_message_id`.
         """
         request = compose(
             to,
@@ -128,7 +128,7 @@ class AsyncClient(Calls):
             raise
 
     async def send_cloudevent(self, to: str, headers: Mapping[str, str], body: bytes) -> SendResult:
-        """Send one CloudEvent as its HTTP binding writes it, in structured or binary mode.
+        """Send one CloudEvent in the form of its HTTP binding, in structured or binary mode.
 
         The data is the message's body, the attributes are `meta.cloudevent`, and the id follows from `source` and `id`:
         an event that is sent twice is one message. Raises what `send` raises.
@@ -226,7 +226,7 @@ class AsyncClient(Calls):
     async def events(
         self, query: EventsQuery | None = None, *, after: int | None = None, patience: float | None = None
     ) -> AsyncGenerator[InboxMessage, None]:
-        """Yield each message that the daemon receives, without end: after a `position`, or as `query` says.
+        """Yield each message that the daemon receives, without end: after a `position`, or by `query`.
 
         A connection that breaks is opened again, and the stream resumes where it was: nothing is lost or repeated.
         Raises when there was no answer for `patience` seconds (default: the client's own).
@@ -251,15 +251,15 @@ class AsyncClient(Calls):
         """Return the daemon's version and the mesh that it serves."""
         return await self._read("/v1/version", Version)
 
-    # What an operator may do: an id is a row's id or a `client_message_id`, a `reason` says why and is kept. A change
-    # is tried again only where it surely did not happen; where that is unknown, `Unavailable` is raised.
+    # What an operator may do: an id is a row's id or a `client_message_id`; the `reason` is kept. A change is tried
+    # again only where it certainly did not happen; where that is unknown, `Unavailable` is raised.
 
     async def list_rows(self, query: ListQuery | None = None) -> OutboxPage:
         """Return one page of the outbox, oldest first."""
         return await self._read("/v1/outbox", OutboxPage, query=query or ListQuery())
 
     async def export(self, query: ListQuery | None = None) -> AsyncIterator[OutboxRow]:
-        """Stream every row that `query` means, oldest first; raises `Unavailable` where the stream breaks off."""
+        """Stream every row that `query` selects, oldest first; raises `Unavailable` where the stream breaks off."""
         parameters = to_parameters(query or ListQuery())
         silence = self._transport.timeout
         async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as answer:
@@ -290,27 +290,27 @@ class AsyncClient(Calls):
         new_client_message_id: str | None = None,
         message: SendRequest | None = None,
     ) -> OutboxRow:
-        """Do a verb to one row, of which `postroom._wire.operations.VERBS` is the table, and return the row.
+        """Do a verb of `postroom._wire.operations.VERBS` to one row, and return the row.
 
         A requeue returns the successor, under a fresh id or `new_client_message_id`, with the row's message or
-        `message`. Raises `Conflict` where the row's state forbids the verb; where it would be retired also
-        `already_accepted` if the broker turns out to have the message, and, without `force`, `outcome_unknown` if the
-        broker may have it and cannot be asked.
+        `message`. Raises `Conflict` where the row's state forbids the verb; a verb that would retire the row also
+        raises `already_accepted` if the broker turns out to have the message, and, without `force`, `outcome_unknown`
+        if the broker may have it and cannot be asked.
         """
         options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
         body = VERBS[verb].body
         if not given.keys() <= set(body.__struct_fields__):
             names = ", ".join(sorted(given.keys() - set(body.__struct_fields__)))
-            refuse("invalid_field", f"{verb} takes no {names}: leave it out", names.partition(",")[0])
+            refuse("invalid_field", f"{verb} takes no {names}: omit it", names.partition(",")[0])
         return await self._change("POST", f"{_row(row_id)}/{verb}", OutboxRow, body(reason=reason, **given))
 
     async def bulk(
         self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False, force: bool = False
     ) -> BulkResult:
-        """Use a verb on every row that `rows` means; with `dry_run`, only say on which.
+        """Do a verb to every row that `rows` selects; with `dry_run`, only return to which.
 
-        However many there are, one request is about some 10,000; what it did stays done where a later one fails.
+        One request covers some 10,000 rows; what it did stays done where a later one fails.
         """
         total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         asked = BulkRequest(reason=reason, filter=rows, force=force, dry_run=dry_run)
@@ -329,8 +329,8 @@ class AsyncClient(Calls):
     ) -> PruneResult:
         """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay.
 
-        However many there are, one request is about some 100,000; what it did stays done where a later one fails.
-        `tell` is told after each how many payloads it is so far.
+        One request covers some 100,000 rows; what it did stays done where a later one fails. `tell` is called after
+        each with the number of payloads so far.
         """
         total, cursor = PruneResult(pruned=0), 0
         while True:
@@ -348,9 +348,8 @@ class AsyncClient(Calls):
     ) -> ResendResult:
         """Send the messages that the broker's database lost again, under their own ids; `health` counts them.
 
-        Those whose payload is gone are named, and noted in the operator log. However many there are, one request is
-        about some 10,000; what it did stays done where a later one fails. `tell` is told after each how many it is so
-        far.
+        Those whose payload was deleted are returned by id, and noted in the operator log. One request covers some
+        10,000; what it did stays done where a later one fails. `tell` is called after each with the number so far.
         """
         total = ResendResult(dry_run=dry_run, resent=0, without_payload=0)
         more = True
@@ -368,8 +367,8 @@ class AsyncClient(Calls):
     async def backup(self, *, reason: str) -> AsyncIterator[bytes]:
         """Stream a copy of the whole outbox, payloads too, as it is once the first bytes come: an SQLite file.
 
-        The daemon makes the copy first, beside its sends, for which it may take `timeout` seconds. Raises `Unavailable`
-        where the stream breaks off.
+        The daemon first makes the copy, while it goes on with sends, and may take `timeout` seconds for it. Raises
+        `Unavailable` where the stream breaks off.
         """
         silence = self._transport.timeout
 
@@ -381,7 +380,7 @@ class AsyncClient(Calls):
                 yield piece
 
     async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
-        """Stop relaying, to one destination or altogether, until it is resumed; kept over restarts."""
+        """Stop relaying, to one destination or to all, until it is resumed; restarts do not change that."""
         return await self._change(
             "POST", "/v1/relay/pause", RelayStatus, PauseRequest(reason=reason, destination=destination)
         )

@@ -21,8 +21,8 @@
     async def report(ctx, job):                     # once per job, at the end
         ...
 
-A worker runs it where its config says `flows = ["export:flow"]`, and `postroom jobs start` begins a job of it: a tree
-whose root is the flow's first activity, and which ends when nothing is open (docs/contract/jobs.md#jobs-28). Whatever a
+A worker whose config has `flows = ["export:flow"]` runs it, and `postroom jobs start` begins a job of it: a tree
+whose root is the flow's first activity, and which ends when nothing is open (docs/contract/jobs.md#jobs-28). What a
 handler writes on `ctx.connection()` is committed with the digit that proves the step, or not at all, so it happens
 exactly once; any other effect may happen again if a worker dies: pass it `ctx.idempotency_key`.
 
@@ -74,12 +74,12 @@ Handler: TypeAlias = Callable[..., Awaitable[Any]]  # of a Context and one JSON 
 
 
 class InvalidFlow(PostroomError):
-    """A flow cannot be run as it is written: the sentence says what its author has to change."""
+    """A flow cannot be run as it is written: the error says what its author has to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Where a handler runs: which step of which activity, and how often it was tried."""
+    """What a handler knows of its call: the step, its activity, and how often it was tried."""
 
     mesh: str
     flow: str
@@ -98,9 +98,9 @@ class Context:
     async def connection(self) -> Any:
         """Return the `asyncpg` connection of this step, in a transaction that begins now.
 
-        It is committed together with the digit that says that the step is done: what is written on it happens exactly
-        once. A handler that raises, or whose worker died or lost its lease, has written nothing. Do not end the
-        transaction, and call this late in a handler that takes long: Postgres keeps what it locks until the end.
+        It is committed together with the digit that marks the step as done: what is written on it happens exactly once.
+        A handler that raises, or whose worker died or lost its lease, has written nothing. Do not end the transaction,
+        and call this late in a handler that takes long: Postgres keeps its locks until the end.
         """
         return await self._connect()
 
@@ -165,11 +165,11 @@ class Activity:
         self._answered: Handler | None = None
 
     def __repr__(self) -> str:
-        """Name it, for the sentences that refuse it where something else belongs."""
+        """Name it, for errors about an activity where another value is expected."""
         return f"Activity({self.name!r})"
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to be called as the function that it was before it was decorated; raises `InvalidFlow`."""
+        """Raise `InvalidFlow`: the decorated function cannot be called directly."""
         raise _invalid(
             f"the activity {self.name!r} was called directly: return {self.name}.spawn(request) to run "
             "it as a step of its own, or move shared code into a plain function"
@@ -212,11 +212,11 @@ class Flow:
     """A flow; its first activity is where each job begins."""
 
     def __init__(self, name: str, *, threshold: int = 0) -> None:
-        """Name it: the name is what jobs, their events and their consumers are known by. Raises `InvalidFlow`.
+        """Name the flow, for jobs, their events and their consumers; raises `InvalidFlow`.
 
-        A job is closed by the answer that leaves no more than `threshold` others open, and spawned nothing itself; what
-        comes of those later is acknowledged, and nothing is done for it. With 2 and three children, the first answer
-        of theirs is enough. A job keeps the threshold that it was started with.
+        The answer that leaves no more than `threshold` others open, and spawns nothing itself, closes a job; later
+        answers are acknowledged, and nothing is done for them. With 2 and three children, the first of their answers is
+        enough. A job keeps the threshold that it was started with.
         """
         _check_name("the flow", name)
         if not (_is(threshold, int) and 0 <= threshold <= _MOST_THRESHOLD):
@@ -255,9 +255,9 @@ class Flow:
         `name` is the function's own unless it is given. `sends` is `queue:<name>`, to which leg 1's result goes as a
         command; `answer` accepts only events of that name as answers. Without an answer within `timeout` seconds,
         the request is sent again under its own id, so that an agent that has handled it does not handle it twice;
-        after `asks` times in all, the activity has failed. `retry_policy` says how often a leg that raises is tried,
-        and how long it waits; unset, it is tried 20 times, within about an hour. Then the activity has failed,
-        and with it the job. An attempt whose worker was killed is one of them. Raises `InvalidFlow`.
+        after `asks` times in all, the activity has failed. `retry_policy` is how often a leg that raises is tried, and
+        how long it waits; unset, it is tried 20 times, within about an hour. Then the activity has failed, and with it
+        the job. An attempt whose worker was killed counts too. Raises `InvalidFlow`.
         """
         if function is not None:
             return self._add(function, name, options)
@@ -272,7 +272,7 @@ class Flow:
     def completed(
         self, function: Handler | None = None, /, *, retry_policy: RetryPolicy | None = None
     ) -> Handler | Callable[[Handler], Handler]:
-        """Register what runs once per job, at the end: `@flow.completed`, or `@flow.completed(retry_policy=…)`.
+        """Register the function that runs once per job, at the end: `@flow.completed`, with or without a policy.
 
         It is `async def report(ctx, job)`, and what it returns (JSON) is the `result` in the event `job_completed`.
         Where it raises, it is tried again by `retry_policy`, as an activity is by its own. Raises `InvalidFlow`.
@@ -288,14 +288,14 @@ class Flow:
 
     @property
     def first(self) -> Activity:
-        """The activity that a job begins with; raises `InvalidFlow` where there is none."""
+        """The activity that a job begins with; raises `InvalidFlow` for a flow without activities."""
         for activity in self._activities.values():
             return activity
         raise _invalid(f"the flow {self.name!r} has no activity: write one with @flow.activity")
 
     @property
     def completion(self) -> Handler | None:
-        """The function that runs once per job, at the end; None where there is none."""
+        """The function that runs once per job, at the end, if the flow has one."""
         return self._completed
 
     @property
@@ -321,7 +321,7 @@ class Flow:
 
 
 def check_flow(flow: Any) -> None:
-    """Raise `InvalidFlow` with what its author has to change; a worker asks before it runs a flow."""
+    """Raise `InvalidFlow` with what its author has to change; a worker checks each flow before it runs it."""
     if not isinstance(flow, Flow):
         raise _invalid(f"{flow!r} is not a flow: create one with postroom.flow.Flow, and name it")
     _ = flow.first
@@ -396,7 +396,7 @@ def _check_policy(what: str, policy: Any) -> None:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Tell whether a value is a number of one of these kinds, which True and False are not meant to be."""
+    """Return whether a value is a number of one of these types; True and False are not."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 

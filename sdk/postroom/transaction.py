@@ -1,21 +1,21 @@
 """In the caller's own transaction: events out (`emit`), and each message in once (`inbox`).
 
 For a service with its own Postgres, in which `postroom outbox install` has been run. An event is published if, and only
-if, the caller's transaction commits; a handler's effect and the mark that it was had commit together:
+if, the caller's transaction commits; a handler's effect and the mark of it commit together:
 
     async with pool.acquire() as connection, connection.transaction():
         await connection.execute("UPDATE …")
         await emit(connection, "shop", "order_paid", {"order": 17}, aggregate_type="order", aggregate_id=17)
 
 `connection` is one of asyncpg, psycopg 3 (`AsyncConnection`, `Connection`), SQLAlchemy (`AsyncSession`,
-`AsyncConnection`, `Session`, `Connection`) or Django (`django.db.connection` within `transaction.atomic`). With one
-that is asynchronous `emit` is awaited and `inbox` takes `async with`; with another `emit` returns, and `inbox` takes
-`with`. None of these libraries is imported unless the caller has.
+`AsyncConnection`, `Session`, `Connection`) or Django (`django.db.connection` within `transaction.atomic`). With an
+asynchronous one, `emit` is awaited and `inbox` takes `async with`; with any other, `emit` returns the id and `inbox`
+takes `with`. None of these libraries is imported unless the caller has imported it.
 
-What the database fails with is raised as its driver says it, but for what only concerns the outbox: `InvalidMessage`
+Errors of the database are raised as the driver raises them, except those that only concern the outbox: `InvalidMessage`
 for an event that cannot be published (`unknown_mesh`, `invalid_outbox`, `future_event`, `invalid_event`),
 `NotPermitted` (`not_granted`) where the role may not use it, `PostroomError` where none is installed (`outbox_absent`)
-or the connection is in no transaction (`no_transaction`). After the first three the transaction can only be rolled
+or the connection is not in a transaction (`no_transaction`). After the first three the transaction can only be rolled
 back, as after any error.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["AsyncConnection", "Handling", "emit", "emit_command", "inbox"]
 
 _QUERIES: Final = load_queries("postroom", "transaction.sql")
 _REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): ([^\n]*)")
-_ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a schema, a function, a table that is not there
+_ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
 _REPLAY: Final = re.compile(r"~[A-Za-z0-9_-]+\.[0-9]+$")
@@ -104,12 +104,12 @@ def emit(
     causation_id: UUID | str | None = None,
     traceparent: str | None = None,
     occurred_at: datetime | None = None,
-    id: UUID | None = None,  # noqa: A002 - what it is called everywhere
+    id: UUID | None = None,  # noqa: A002 - its name everywhere
 ) -> Any:
     """Put an event into the outbox, in the transaction of `connection`; return its id, which is its message id.
 
     It goes to `<mesh>.event.<event_type>.v<event_version>`; `payload` is anything that JSON can express. Events of one
-    aggregate, as `order` 17, keep their order. `occurred_at` is now unless it is given, with its offset.
+    aggregate, such as `order` 17, keep their order. `occurred_at` is now unless it is given, with its offset.
     """
     values = {
         "mesh": mesh,
@@ -192,7 +192,7 @@ def emit_command(
 
 
 def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = None) -> Handling:
-    """Handle a message once, in the transaction of `connection`: the block runs with a claim, as of `postroom.once`.
+    """Handle a message once, in the transaction of `connection`: the block runs with a claim, as in `postroom.once`.
 
         async with connection.transaction(), inbox(connection, request) as claim:
             if claim.first:
@@ -202,13 +202,13 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
 
     What the block does and the mark that the message was handled commit together, or neither does. A repeated delivery
     has `claim.first` False and the same result; two at once wait for one another. A replay of a dead letter is the
-    same message. `consumer` is the one that the request names, unless it is given: two of one database both handle a
-    message.
+    same message. `consumer` is the one that the request names, unless it is given: two consumers of one database both
+    handle a message.
 
     The key is one of `postroom.once` (tenant: the mesh, topic: the event type, group: the consumer), where operators
     see it. Raises `InvalidMessage` (`no_consumer`) for a request that names no consumer. Entering raises `KeyHeld`
-    where somebody holds the key by a lease, leaving `PostroomError` (`transaction_ended`) where the transaction has
-    ended within the block.
+    where another worker holds the key by a lease, leaving `PostroomError` (`transaction_ended`) where the transaction
+    has ended within the block.
     """
     name = consumer or request.consumer
     if name is None:
@@ -269,7 +269,7 @@ class Handling:
         values = {**self._values, "encoding": encoding, "result": data.hex()}
         (ended,) = await _ask(self._driver, "end_handling", values)
         if not ended:
-            detail = "the transaction has ended within the block of `inbox`: commit behind the block"
+            detail = "the transaction has ended within the block of `inbox`: commit after the block"
             raise PostroomError.of("transaction_ended", detail)
 
 
@@ -286,12 +286,12 @@ def _put(connection: Any, query: str, values: Values) -> Any:
 
 async def _check_transaction(driver: Driver) -> None:
     if not await driver.in_transaction():
-        sentence = "this belongs to a transaction that the caller commits, and this connection is in none: begin one"
+        sentence = "this needs a transaction that the caller commits, and the connection is not in one: begin one"
         raise PostroomError.of("no_transaction", sentence)
 
 
 async def _ask(driver: Driver, query: str, values: Values) -> Sequence[Any]:
-    """Ask the outbox; raises what `driver` raises, but for what only concerns the outbox."""
+    """Query the outbox; raises what `driver` raises, except for errors that only concern the outbox."""
     try:
         return await driver.row(_QUERIES[query], values)
     except Exception as error:
@@ -301,7 +301,7 @@ async def _ask(driver: Driver, query: str, values: Values) -> Sequence[Any]:
 
 
 def _refusal(error: Exception) -> PostroomError | None:
-    """Return the error of ours for what Postgres said, through any driver; None where it is for the driver to say."""
+    """Return our error for one of Postgres, from any driver; None where the driver's own should be raised."""
     if (refused := _REFUSED.search(str(error))) is not None:
         return InvalidMessage.of(refused[1].lower(), refused[2])
     wrapped = getattr(error, "orig", None)  # SQLAlchemy's; Django's is the cause, and so is asyncpg's of SQLAlchemy's

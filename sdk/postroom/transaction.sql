@@ -1,5 +1,5 @@
--- What is asked of the outbox in an application's own database, in the application's transaction. Every value is a text, for
--- each driver, and each application's own types and codecs, would make something else of anything else.
+-- The queries to the outbox in an application's own database, in the application's transaction. Every value is a text, since
+-- drivers, and applications' own types and codecs, differ in how they pass any other type.
 
 -- name: emit
 -- Puts an event into the outbox and returns its id.
@@ -32,7 +32,7 @@ SELECT CAST(postroom.emit_command(
 ) AS text) AS id
 
 -- name: begin_handling
--- Takes a message in hand, or says what came of it before.
+-- Takes a message in hand, or returns what became of it before.
 SELECT state, attempts, last_error, encoding, encode(result, 'hex') AS result
 FROM postroom.begin_handling(
   CAST(:tenant AS text), CAST(:topic AS text), CAST(:consumer AS text), CAST(:key AS text)

@@ -120,7 +120,7 @@ async def test_an_event_that_cannot_be_published_is_refused_and_takes_its_transa
 
 async def test_an_event_outside_of_a_transaction_is_refused(shop: str, way: Way) -> None:
     async with way.bare(shop) as connection:
-        with pytest.raises(PostroomError, match="this connection is in none") as refused:
+        with pytest.raises(PostroomError, match="the connection is not in one") as refused:
             await place(connection, 17)
     assert (refused.value.code, (await counts(shop))[1]) == ("no_transaction", 0)
 
@@ -307,7 +307,7 @@ async def test_whoever_waited_for_one_that_was_rolled_back_does_it(shop: str) ->
 
 async def test_a_commit_within_the_block_is_refused(shop: str) -> None:
     async with await psycopg.AsyncConnection.connect(shop) as connection:
-        with pytest.raises(PostroomError, match="commit behind the block") as refused:
+        with pytest.raises(PostroomError, match="commit after the block") as refused:
             async with inbox(connection, request()):
                 await connection.commit()
     assert refused.value.code == "transaction_ended"
@@ -346,7 +346,7 @@ async def test_a_request_of_no_consumer_needs_a_name(shop: str) -> None:
 
 async def test_a_message_outside_of_a_transaction_is_refused(shop: str, way: Way) -> None:
     async with way.bare(shop) as connection:
-        with pytest.raises(PostroomError, match="this connection is in none") as refused:
+        with pytest.raises(PostroomError, match="the connection is not in one") as refused:
             async with handling(way, connection, request()):
                 pass
     assert refused.value.code == "no_transaction"

@@ -77,7 +77,7 @@ def needs_an_argument(self: Any, database: str) -> None:
             for subject in ("", ".", "a..b", "a b", "a\n", "a\0", ">.a", "a.b>", "a.**")
         ),
         ({"receive": Agent.receive}, "has no receive"),
-        ({"receive": takes_nothing}, r"receive must accept \(envelope\) beside self"),
+        ({"receive": takes_nothing}, r"receive must accept \(envelope\) in addition to self"),
         ({"apply": lambda self, state: (self, state)}, r"apply must accept \(state, event\)"),
         ({"initial_state": lambda self, order: (self, order)}, r"initial_state must accept \(\)"),
         ({"receive": sync_receive}, "is not async"),
