@@ -133,7 +133,9 @@ class HandlerClient:
         except OSError as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
         except Exception as error:  # noqa: BLE001 - anything that a peer can make the event loop raise is a failed call
-            return Answer(None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(error_text(error))})")
+            return Answer(
+                None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(error_text(error))})"
+            )
 
     def _unreached(self, cause: OSError) -> Answer:
         """Return why there was no connection; an address that the guard refuses will not become allowed by waiting."""
