@@ -117,10 +117,23 @@ def to_json(value: Any) -> bytes:
 
     Raises `TypeError`, `ValueError` or `RecursionError` for what JSON cannot represent (NaN would become null).
     """
-    data = msgspec.json.encode(value)
+    data = msgspec.json.encode(value, enc_hook=_plain)
     if b"null" in data:
-        json.dumps(msgspec.to_builtins(value, enc_hook=lambda _raw: None), allow_nan=False)
+        json.dumps(msgspec.to_builtins(value, enc_hook=_plain), allow_nan=False)
     return data
+
+
+def _plain(value: Any) -> Any:
+    """Return a text or a number of a class of its own as JSON has it: Django's SafeString, numpy's float64."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, msgspec.Raw):  # which is JSON already
+        return None
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
 
 
 def with_id(request: SendRequest) -> SendRequest:
@@ -148,7 +161,7 @@ def encode(request: SendRequest) -> bytes:
         refuse("invalid_field", sentence, "not_before")
     try:
         canonical_json(request.meta)
-        return msgspec.json.encode(request)
+        return msgspec.json.encode(request, enc_hook=_plain)
     except NotCanonical as error:
         what = re.sub(r"<class '(.*)'>", r"\1", str(error))
         refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")

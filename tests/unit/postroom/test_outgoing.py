@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from postroom import InvalidMessage, SendRequest
-from postroom._wire.arguments import compose, encode, with_id
+from postroom._wire.arguments import compose, encode, to_json, with_id
 
 
 @pytest.mark.parametrize("body", [b"\xff\x00", bytearray(b"\xff\x00"), memoryview(b"\xff.\x00.")[::2]])
@@ -16,6 +16,33 @@ def test_every_kind_of_bytes_travels_as_base64(body: Any) -> None:
     request = compose("topic:orders", body)
     assert request.body_base64 is not None
     assert base64.b64decode(request.body_base64) == b"\xff\x00"
+
+
+class Safe(str):
+    """As Django's SafeString, in this."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+
+class Count(int):
+    """A number with a class of its own."""
+
+
+class Share(float):
+    """As numpy's float64, in this."""
+
+
+def test_texts_and_numbers_of_a_class_of_their_own_travel_as_what_they_are() -> None:
+    meta = {Safe("a"): Safe("b"), "n": Count(7), "share": Share(0.5)}
+    sent = compose(Safe("topic:orders"), Safe("<b>hello</b>"), meta=meta, client_message_id="k")
+    plain = {"a": "b", "n": 7, "share": 0.5}
+    assert encode(sent) == encode(compose("topic:orders", "<b>hello</b>", meta=plain, client_message_id="k"))
+    assert to_json(meta) == to_json(plain)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json([Share("nan")])
 
 
 @pytest.mark.parametrize("body", [17, ("a",), True])
