@@ -298,7 +298,7 @@ class AsyncClient(Calls):
         if the broker may have it and cannot be asked.
         """
         options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, False)}
         body = VERBS[verb].body
         if not given.keys() <= set(body.__struct_fields__):
             names = ", ".join(sorted(given.keys() - set(body.__struct_fields__)))

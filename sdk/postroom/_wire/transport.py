@@ -20,9 +20,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from postroom._wire.arguments import to_json
 from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
-from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
+from postroom.errors import PROBLEM_JSON, InvalidMessage, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
     from postroom._wire.connections import Connection, Pool
@@ -195,9 +196,10 @@ class Transport:
     ) -> T:
         """Send one request and decode its answer; the peer may take `waiting` seconds longer than usual.
 
-        Raises the problem that the peer answered with, or `Unavailable`. An idempotent request is `repeatable`.
+        Raises `InvalidMessage`, the problem that the peer answered with, or `Unavailable`. An idempotent request is
+        `repeatable`.
         """
-        data: bytes | None = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        data: bytes | None = body if body is None or isinstance(body, bytes) else _json(body)
         framing = "" if method == "GET" else "Content-Length: 0\r\n"
         if data is not None:
             framing = f"Content-Type: {media}\r\nContent-Length: {len(data)}\r\n"
@@ -341,6 +343,14 @@ class Calls:
         return await retrying_unless_arrived(
             lambda: self._transport.call(method, path, answer, body=body), self._patience()
         )
+
+
+def _json(value: Any) -> bytes:
+    """Write the body of a request; refuses what JSON can't say: a filter by NaN would mean everything."""
+    try:
+        return to_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessage.of("invalid_json", f"the request cannot be written as JSON: {error}") from error
 
 
 def to_parameters(query: msgspec.Struct) -> dict[str, str]:

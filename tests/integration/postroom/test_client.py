@@ -77,6 +77,28 @@ async def test_a_bulk_verb_over_more_rows_than_one_answer_holds_is_about_all_of_
     assert planned.done == sent
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+async def test_a_filter_that_json_would_drop_is_refused_instead_of_meaning_every_row(
+    daemon: LoneDaemon, seconds: float
+) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        sent = await client.send("topic:orders", "hello")
+        with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
+            await client.bulk("abort", RowFilter(older_than_seconds=seconds), reason=REASON)
+        with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
+            await client.resume_relay(reason=REASON, rate_per_second=seconds)
+        with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
+            await client.act("hold", sent.outbox_id, reason="\ud800")
+        assert (await client.get(sent.client_message_id)).status == "pending"
+
+
+async def test_an_empty_id_for_a_successor_is_refused_instead_of_minted(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        sent = await client.send("topic:orders", "hello")
+        with pytest.raises(InvalidMessage, match="new_client_message_id"):
+            await client.act("requeue", sent.outbox_id, reason=REASON, new_client_message_id="")
+
+
 @pytest.mark.parametrize("message_id", [".", "..", "...", "~", "a:b"])
 async def test_every_id_that_may_be_sent_is_found_and_repaired_under_it(daemon: LoneDaemon, message_id: str) -> None:
     """Dots alone would be taken out of a path, and a verb on one row would become a verb on many."""
