@@ -40,6 +40,7 @@ _LEAST_MEMBER: Final = len('"to":"",')
 _RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
 _LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_NO_TRACE: Final = re.compile(r"ff|..-0{32}|..-.{32}-0{16}")  # of this form: a version that is none, an id that is none
 
 
 class Destination(NamedTuple):
@@ -120,7 +121,7 @@ _encode_envelope: Final = msgspec.json.Encoder().encode
 
 def read_traceparent(given: str | None) -> str | None:
     """Return a traceparent unchanged, None where it does not have the form of W3C Trace Context."""
-    return given if given and TRACEPARENT.fullmatch(given) else None
+    return given if given and TRACEPARENT.fullmatch(given) and not _NO_TRACE.match(given) else None
 
 
 def refuse(code: str, detail: str, field: str | None = None) -> NoReturn:

@@ -293,14 +293,19 @@ def test_without_an_id_each_send_gets_a_fresh_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "traceparent", ["", "x", "00-" + "g" * 32 + "-" + "b" * 16 + "-01", "00-" + "a" * 31 + "-" + "b" * 16 + "-01"]
+    "traceparent",
+    [
+        *("", "x", "00-" + "g" * 32 + "-" + "b" * 16 + "-01", "00-" + "a" * 31 + "-" + "b" * 16 + "-01"),
+        *("00-" + "0" * 32 + "-" + "b" * 16 + "-01", "00-" + "a" * 32 + "-" + "0" * 16 + "-01"),
+        "ff-" + "a" * 32 + "-" + "b" * 16 + "-01",
+    ],
 )
 def test_a_traceparent_that_is_none_is_dropped(traceparent: str) -> None:
     assert b"traceparent" not in prepare(b'{"to":"topic:t"}', traceparent=traceparent).payload
 
 
 def test_a_traceparent_is_kept() -> None:
-    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    traceparent = f"00-{'0' * 31}a-{'0' * 15}b-00"
     made = msgspec.json.decode(prepare(b'{"to":"topic:t"}', traceparent=traceparent).payload, type=Envelope)
     assert made.traceparent == traceparent
 
