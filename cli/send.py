@@ -90,6 +90,7 @@ def send(
         raise typer.BadParameter(f"{priority!r} is not a priority: use now, next or low", param_hint="--priority")
     if timeout is not None and not wait:
         raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
+    _check_prefix(id_prefix)
     common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]
     if ndjson and file is None:
         file = Path("-")
@@ -117,6 +118,16 @@ def _destination(to: str | None) -> str:
     if to is None:
         raise Fatal(Exit.USAGE, "give a destination: topic:NAME, dm:MEMBER or queue:NAME")
     return str(parse_destination(to))
+
+
+def _check_prefix(prefix: str | None) -> None:
+    """Refuse what no id of a line can begin with; nothing at all would give every run of everybody the same ids."""
+    from postroom._wire.ids import is_client_message_id  # noqa: PLC0415
+
+    if prefix is not None and not (prefix and is_client_message_id(_id(prefix, 1) or "")):
+        raise typer.BadParameter(
+            f"{prefix!r} begins no id: give 1 to 118 characters of A-Za-z0-9._:~-", param_hint="--id-prefix"
+        )
 
 
 def _refuse_options(**options: object) -> None:

@@ -101,6 +101,17 @@ def test_the_mark_that_some_editors_put_before_a_text_is_no_part_of_the_first_me
     assert terminal.run("send", "topic:orders", "-", stdin=f"{mark}\n").out.endswith("1 blank line skipped\n")
 
 
+@pytest.mark.parametrize("prefix", ["", "a b", "x" * 119])
+def test_a_prefix_that_begins_no_id_is_refused_before_a_line_is_read(
+    terminal: Terminal, daemon: LoneDaemon, prefix: str
+) -> None:
+    for how in (("topic:orders", "-"), ("--ndjson",)):
+        refused = terminal.run("send", *how, "--id-prefix", prefix, stdin='{"to":"topic:orders"}\n')
+        assert (refused.code, refused.out) == (2, "")
+        assert "--id-prefix" in refused.err
+    assert rows(daemon) == 0
+
+
 def test_a_run_with_an_id_prefix_can_be_repeated(terminal: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     file.write_text("".join(f"line {n}\n" for n in range(5000)))
