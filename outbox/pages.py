@@ -7,6 +7,7 @@ tables lead to come those that a damaged page of the log should have replaced, a
 """
 
 import os
+import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,11 +29,14 @@ _LONGEST_HEADER: Final = 127  # bytes: of a record with few columns
 _INTEGERS: Final = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes by type
 _CONSTANTS: Final = {0: None, 8: 0, 9: 1}
 _REAL: Final = 7
+_CELL: Final = re.compile(  # of a table: its size, its rowid, and a header that begins with the rowid, which is NULL there
+    rb"(?=[\x80-\xff]{0,8}[\x00-\x7f][\x80-\xff]{0,8}[\x00-\x7f][\x02-\x7f]\x00)"
+)
 _BLOB: Final = 12  # and every even number above; odd ones are text
 
 Record = tuple[Any, ...]
 K = TypeVar("K", bound=Any)
-Shape = tuple[int, bool]  # of a table's records: how many columns, and whether the first is the rowid
+Shape = int  # of a table's records: how many columns, of which the first is the rowid
 
 
 class Wrong(Exception):
@@ -243,7 +247,7 @@ class Records:
                     yield row
             if _adds_up(content):
                 return
-        for cell in range(PAGE - 4):
+        for cell in (match.start() for match in _CELL.finditer(content)):
             if cell not in found and (row := self._row(content, cell)) is not None:
                 yield row
 
@@ -253,8 +257,8 @@ class Records:
             size, after = _varint(content, cell)
             rowid, after = _varint(content, after)
             types, _ = _types(content, after)
-            shape = (len(types), types[0] == 0)
-            if shape not in self._shapes or sum(map(_size, types)) + _varint(content, after)[0] != size:
+            shape = len(types)
+            if types[0] != 0 or shape not in self._shapes or sum(map(_size, types)) + _varint(content, after)[0] != size:
                 return None
             return Row(shape, rowid, _decode(self._record(content, after, size, _MOST_OF_ROW)))
         except Wrong:

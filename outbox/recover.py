@@ -247,7 +247,7 @@ class _Salvage:
         self._salt = read_salt(new)
         schema = new.execute(_QUERIES["schema"]).fetchall()
         self._roots = {name: root for name, root, _, _ in schema}
-        self._shapes = {name: (columns, True) for name, _, table, columns in schema if table}
+        self._shapes = {name: columns for name, _, table, columns in schema if table}
         self._records = Records(pages, {root: table for _, root, table, _ in schema}, self._shapes.values())
         self._highest: Counter[str] = Counter()  # number that each table and each index knows of
         self._without_message: dict[int, _Live] = {}  # rows that wait, by number

@@ -6,6 +6,7 @@ import hashlib
 import signal
 import sqlite3
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from itertools import pairwise
@@ -86,6 +87,19 @@ async def test_rows_of_a_broken_page_stay_used(
     assert {row.last_error for row in lost} == {"unreadable: the row was damaged"}
     assert (await outbox.prune(START * 2, **WHY))[0] <= 2
     await outbox.close()
+
+
+@pytest.mark.usefixtures("filled")
+async def test_pages_of_text_that_do_not_add_up_cost_little_more_than_sound_ones(state: Path, database: Path) -> None:
+    began = time.process_time()
+    recover(state)
+    sound = time.process_time() - began
+    content = database.read_bytes()
+    database.write_bytes(content[:PAGE] + b"x" + content[PAGE:])
+    began = time.process_time()
+    recovery = recover(state)
+    assert time.process_time() - began < 30 * sound
+    assert (recovery.saved > 100, recovery.whole) == (True, False)
 
 
 @pytest.mark.usefixtures("filled")
