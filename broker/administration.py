@@ -18,7 +18,7 @@ from broker.authentication import (
     own_mesh,
 )
 from broker.database import QUERIES, Database
-from broker.operator import READ, WRITE, changing
+from broker.operator import READ, WRITE, changing, missing
 from broker.requests import decode_body
 from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection, uuid_of
@@ -197,7 +197,7 @@ class Administration:
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of(
                     "not_subscribed",
-                    f"{member} is not subscribed to topic:{topic}: {_shown('topic subscribers', topic)}",
+                    f"{member} is not subscribed to topic:{topic}: `postroom topic subscribers {topic}` shows them",
                 )
         return web.Response(status=204)
 
@@ -335,10 +335,8 @@ class Webhooks:
             topic_id = await _topic_id(connection, mesh, topic)
             key = uuid_of(webhook)
             if key is None or not await connection.fetchval(QUERIES["delete_webhook"], topic_id, key):
-                raise NotFound.of(
-                    "webhook_not_found",
-                    f"the topic has no webhook {webhook[:64]!r}: {_shown('topic webhook list', topic)}",
-                )
+                why = f"the topic has no webhook {webhook[:64]!r}: `postroom topic webhook list {topic}` shows them"
+                raise NotFound.of("webhook_not_found", why)
         return web.Response(status=204)
 
 
@@ -377,15 +375,6 @@ async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
 async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
     topic_id, mesh_id = await _topic_id(connection, mesh, topic), await _mesh_id(connection, mesh)
     return topic_id, await _there("member", member, connection, QUERIES["find_active_member"], mesh_id, member)
-
-
-def missing(noun: str, name: str) -> NotFound:
-    """Return the error for a missing thing of the mesh, such as a topic."""
-    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: {_shown(noun, 'list')}")
-
-
-def _shown(*words: str) -> str:
-    return f"`postroom {' '.join(words)}` shows them"
 
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:

@@ -14,7 +14,7 @@ from aiohttp import web
 from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import Database
-from broker.operator import BRIEFLY, PATIENCE, Nats, keep_lines
+from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Nats, check_mesh, keep_lines
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import (
@@ -31,7 +31,7 @@ from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, StoredLetter, count_letters
-from postroom.errors import PostroomError, Problem
+from postroom.errors import NotFound, PostroomError, Problem
 
 _MOST_LETTERS: Final = 100_000  # that one request for causes reads: a few seconds
 _MOST_CAUSES: Final = 100
@@ -120,7 +120,14 @@ class DeadLetters:
             self._nats.opened(PATIENCE) as (js, unread),
             self._database.read(principal.whose) as connection,
         ):
-            yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
+            letters = LetterOperations(connection, js, mesh, actor=principal.actor, log=log)
+            try:
+                await check_mesh(connection, mesh)
+            except NotFound:  # letters may be of a context that is not a mesh, which NATS may know alone
+                hidden = unread is not None and unread.code == NATS_UNREACHABLE
+                if not hidden and not await letters.are_known():
+                    raise
+            yield letters, unread
 
 
 def _page(

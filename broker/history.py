@@ -29,9 +29,9 @@ import msgspec
 from aiohttp import web
 
 from broker.accept import Accepting, answer_taken
-from broker.administration import missing
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
+from broker.operator import missing
 from broker.shares import Slices
 from broker.store import find_taken
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse

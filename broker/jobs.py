@@ -9,7 +9,7 @@ from aiohttp import web
 
 from broker.authentication import PRINCIPAL, any_mesh, own_mesh
 from broker.database import Database
-from broker.operator import each, keep_log
+from broker.operator import check_mesh, each, keep_log
 from broker.requests import decode_body
 from postroom._wire.jobs import (
     JOBS,
@@ -29,7 +29,6 @@ from postroom.errors import InvalidMessage
 from postroom.ledger.operating import (
     EFFECTS,
     FORESEEN,
-    check_mesh,
     count_jobs,
     find_jobs,
     find_message,
@@ -64,6 +63,7 @@ class Jobs:
             ) from error
         wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
         async with self._database.read(principal.whose) as connection, connection.transaction():
+            await check_mesh(connection, mesh)
             started = await start(connection, wanted)
             if started:
                 await keep_log(connection, principal.actor, "start", JOBS.name, mesh, str(asked.id), outcome="started")

@@ -22,12 +22,12 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.errors import PostroomError, Problem, Unavailable
-from postroom.ledger.operating import check_mesh
+from postroom.errors import NotFound, PostroomError, Problem, Unavailable
 
 READ: Final = (400, 401, 403, 404, 503)  # problems of a request that reads
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and of one that changes something
 OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # their keys begin with the mesh
+NATS_UNREACHABLE: Final = "nats_unreachable"
 PATIENCE: Final = 5.0  # seconds that a change waits for NATS
 BRIEFLY: Final = 1.0  # seconds that an overview does
 
@@ -51,7 +51,7 @@ class Nats:
         try:
             nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
         except PostroomError as error:
-            yield None, Unavailable.of("nats_unreachable", str(error)).problem
+            yield None, Unavailable.of(NATS_UNREACHABLE, str(error)).problem
             return
         try:
             yield nats.jetstream(), None
@@ -97,6 +97,17 @@ async def each(
         except PostroomError as error:
             failed.append(Failure(id=name(thing), problem=error.problem))
     return done, failed
+
+
+async def check_mesh(connection: Connection, mesh: str | None) -> None:
+    """Raise `NotFound` where there is no such mesh: an empty list of its things would read as good news."""
+    if mesh is not None and await connection.fetchval(QUERIES["find_mesh"], mesh) is None:
+        raise missing("mesh", mesh)
+
+
+def missing(noun: str, name: str) -> NotFound:
+    """Return the error for a missing thing of the broker, such as a topic."""
+    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: `postroom {noun} list` shows them")
 
 
 async def keep_log(

@@ -13,13 +13,13 @@ from broker.authentication import PRINCIPAL, any_mesh, member_of
 from broker.database import Database
 from broker.limiter import Limiter
 from broker.metrics import Metrics
+from broker.operator import check_mesh
 from broker.requests import decode_body
 from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report
 from postroom.chassis.routes import decode_query, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting
 from postroom.delivery.programs import PostgresReports, keep_report, list_minutes, list_programs
-from postroom.ledger.operating import check_mesh
 
 _READY_SECONDS: Final = 2.0
 

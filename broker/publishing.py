@@ -10,7 +10,7 @@ from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.operator import BRIEFLY, PATIENCE, Nats, each, keep_lines, keep_log
+from broker.operator import BRIEFLY, PATIENCE, Nats, check_mesh, each, keep_lines, keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
@@ -26,6 +26,7 @@ from postroom._wire.unpublished import (
     SourcePage,
     redriven,
 )
+from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
@@ -36,6 +37,7 @@ from postroom.delivery.publishing.postgres import (
 from postroom.delivery.publishing.postgres import (
     Table,
     find_failing,
+    is_declared,
     list_backlogs,
     list_dropped,
     list_failing,
@@ -43,7 +45,6 @@ from postroom.delivery.publishing.postgres import (
     redrive,
 )
 from postroom.errors import InvalidMessage, PostroomError
-from postroom.ledger.operating import check_mesh
 
 
 class Unpublished:
@@ -57,6 +58,7 @@ class Unpublished:
         """`GET /v1/unpublished/<source>`."""
         mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
+            await _check_context(connection, mesh)
             return json_response(await list_failing(connection, self._source, mesh))
 
     async def log(self, request: web.Request) -> web.Response:
@@ -72,6 +74,7 @@ class Unpublished:
             asked = await decode_body(request, noun.change)
             actor = request[PRINCIPAL].actor
             async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+                await _check_context(connection, asked.mesh)
                 meant = asked.filter, asked.mesh, asked.cursor
                 ids, next_cursor = await find_failing(connection, self._source, *meant)
                 if not asked.dry_run:
@@ -81,6 +84,12 @@ class Unpublished:
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[], next_cursor=next_cursor))
 
         return handle
+
+
+async def _check_context(connection: Connection, context: str | None) -> None:
+    """Raise `NotFound` where there is no such mesh, and no worker declares a stream that does without one."""
+    if context is not None and not await is_declared(connection, context):
+        await check_mesh(connection, context)
 
 
 class Consumers:
@@ -163,6 +172,7 @@ class Sources:
         """`GET /v1/sources`: the backlog of each, of one mesh or of all."""
         mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
+            await _check_context(connection, mesh)
             return json_response(SourcePage(sources=await list_backlogs(connection, mesh)))
 
     def change(self, verb: str) -> Handler:

@@ -93,15 +93,6 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
     return Conflict.of("subjects_taken", detail)
 
 
-def no_streams(context: str) -> NotFound:
-    """Say that JetStream has no stream of a mesh: most likely its name is misspelt."""
-    detail = (
-        f"NATS has no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a running worker "
-        "(`postroom worker run`) creates their streams"
-    )
-    return NotFound.of("mesh_not_found", detail)
-
-
 def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"

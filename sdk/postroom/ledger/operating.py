@@ -64,12 +64,10 @@ _SWEEP_SECONDS: Final = 3600.0  # between two sweeps
 async def start(connection: Connection, job: Start) -> bool:
     """Begin a job; returns False where the same job was begun before, even if it was removed since.
 
-    Raises `Conflict` where the id belongs to another job, or to one with another request, `NotFound` where there is no
-    such mesh (a database without the broker's tables accepts any), and `InvalidMessage` where the name is not valid, or
-    Postgres cannot store the request.
+    Raises `Conflict` where the id belongs to another job, or to one with another request, and `InvalidMessage` where
+    the name of the mesh is not valid, or Postgres cannot store the request.
     """
     mesh = job.context
-    await check_mesh(connection, mesh)
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
@@ -90,14 +88,6 @@ async def start(connection: Connection, job: Start) -> bool:
             raise Conflict.of("job_taken", detail) from None
         return False
     return True
-
-
-async def check_mesh(connection: Connection, mesh: str | None) -> None:
-    """Raise `NotFound` where there is no such mesh; a database without the broker's tables accepts any."""
-    if mesh is None:
-        return
-    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
-        raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
 async def find_jobs(

@@ -34,14 +34,6 @@ SELECT
 -- The job $1, as in `find_jobs` but without the activities that wait.
 SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error FROM ledger.job WHERE id = $1;
 
--- name: has_meshes
--- Whether the broker's tables are in this database.
-SELECT to_regclass('mesh.mesh') IS NOT NULL;
-
--- name: knows_mesh
--- Whether there is the mesh $1.
-SELECT EXISTS (SELECT FROM mesh.mesh WHERE slug = $1);
-
 -- name: find_start
 -- What the job $1 was started with, where there is one.
 SELECT job.context, job.flow, activity.name, activity.request = $2::jsonb AS same_request

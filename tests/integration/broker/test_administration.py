@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -115,7 +116,10 @@ async def test_what_cannot_be_a_name_is_refused(broker: Any) -> None:
         assert "regex" not in answer.body["detail"], body
 
 
-LISTS = "consumers", "jobs", "operator_log", "programs"
+LISTS = (
+    "consumers", "jobs", "operator_log", "programs", "sources", "unpublished/events", "unpublished/deliveries",
+    "dead_letters", "dead_letters/causes", "dead_letters/log",
+)  # fmt: skip
 
 
 async def test_what_is_not_there_is_not_found(broker: Any) -> None:
@@ -127,6 +131,12 @@ async def test_what_is_not_there_is_not_found(broker: Any) -> None:
             await admin.get("/v1/topics", mesh="' or 1=1"),
             await admin.delete("/v1/meshes/nowhere"),
             *[await admin.get(f"/v1/{things}", mesh="nowhere") for things in LISTS],
+            await admin.get("/v1/dead_letters/nowhere/1"),
+            await admin.post("/v1/dead_letters/drop", {"mesh": "nowhere", "reason": "x", "filter": {}}),
+            await admin.post("/v1/unpublished/events/drop", {"mesh": "nowhere", "reason": "x", "filter": {}}),
+            await admin.post(
+                "/v1/jobs", {"id": str(uuid4()), "mesh": "nowhere", "flow": "f", "first": "a", "request": 1}
+            ),
         ],
         "topic_not_found": [await admin.post("/v1/topics/demo/nothing/subscriptions", {"member": "alice"})],
         "member_not_found": [await admin.post("/v1/topics/demo/orders/subscriptions", {"member": "nobody"})],
@@ -134,6 +144,15 @@ async def test_what_is_not_there_is_not_found(broker: Any) -> None:
 
     for code, found in answers.items():
         assert {(answer.status, answer.code) for answer in found} == {(404, code)}
+
+
+async def test_a_context_that_a_worker_declares_a_stream_for_needs_no_mesh(broker: Any, postgres: Any) -> None:
+    await postgres.execute("INSERT INTO postroom.declared_subjects VALUES ('shop.event.>', '^shop[.]event[.].+$')")
+    try:
+        assert (await broker.admin.get("/v1/sources", mesh="shop")).status == 200
+        assert (await broker.admin.get("/v1/unpublished/events", mesh="shop")).body == {"failing": []}
+    finally:
+        await postgres.execute("DELETE FROM postroom.declared_subjects")
 
 
 async def test_a_name_of_strange_characters_is_refused_or_not_found(broker: Any) -> None:

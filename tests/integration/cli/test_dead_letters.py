@@ -398,6 +398,9 @@ def test_a_broker_that_knows_no_nats_shows_the_record_and_says_that_there_may_be
 ) -> None:
     station.bury("a")
     with operated_broker(short_directory, record) as reach:
+        if not station.recorded:
+            assert station.at(reach).run("dlq", "list").code == 3  # no mesh, and no letter that it could know
+            assert station.at(reach).run("mesh", "create", station.name).code == 0
         shown = station.at(reach).run("dlq", "list", "--json")
         assert [letter["message_id"] for letter in shown.json] == (["a"] if station.recorded else [])
         assert shown.code == 0

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from support.ledgers import LEASE, Jobs, asking
 
-from broker.database import migrate
 from postroom._wire.jobs import JobCompleted, JobFailed, JobFilter, JobOperated, JobStarted, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
@@ -396,17 +395,6 @@ async def test_what_cannot_be_kept_is_refused_with_a_sentence(jobs: Jobs) -> Non
         await start(jobs.connection, job._replace(request='"\\u0000"'))
     with pytest.raises(NotFound):
         await show_job(jobs.connection, job.job)
-
-
-async def test_beside_a_broker_a_job_starts_only_in_a_mesh_that_there_is(database_url: str) -> None:
-    await migrate(database_url)
-    connection = await asyncpg.connect(database_url)
-    job = Start(uuid4(), "sea", "nightly-export", uuid4(), "extract")
-    with pytest.raises(NotFound, match="postroom mesh list"):
-        await start(connection, job)
-    await connection.execute("INSERT INTO mesh.mesh (slug) VALUES ('sea')")
-    assert await start(connection, job)
-    await connection.close()
 
 
 async def test_a_message_that_was_answered_is_no_message_that_was_missed(jobs: Jobs) -> None:

@@ -21,7 +21,7 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
-from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept, no_streams
+from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept
 from postroom.delivery.message import EPOCH, MESSAGE_ID, Delivery, json_object, message_id_of
 from postroom.delivery.nats import api_subject, connection_of
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
@@ -215,8 +215,8 @@ def _read(message: Msg) -> StreamedLetter:
     )
 
 
-async def check_context(js: JetStreamContext, context: str) -> None:
-    """Raise `NotFound` where no stream has subjects of the context: it must not look like one without letters."""
+async def has_stream(js: JetStreamContext, context: str) -> bool:
+    """Return whether a stream takes any subject of the context."""
     for subjects in (f"{context}.>", f"cmd.{context}.>"):
         try:
             await js.find_stream_name_by_subject(subjects)
@@ -224,5 +224,5 @@ async def check_context(js: JetStreamContext, context: str) -> None:
             continue
         except NATS_ERRORS as error:
             raise from_nats(error, f"looking for the streams of {context}") from error
-        return
-    raise no_streams(context)
+        return True
+    return False

@@ -43,8 +43,8 @@ from postroom.delivery.dead_letters import (
     REPLAY_OF,
     REPLAYED_FOR,
     StreamedLetter,
-    check_context,
     columns,
+    has_stream,
     printable_id,
     read_letters,
 )
@@ -118,7 +118,7 @@ class StoredLetter(NamedTuple):
 
 
 class LetterOperations:
-    """The dead letters of one context, for an operator; reading those of an unknown context raises `NotFound`."""
+    """The dead letters of one context, for an operator."""
 
     def __init__(
         self,
@@ -137,6 +137,12 @@ class LetterOperations:
         self._log = log
         self._there: dict[tuple[str, str], bool] = {}  # whether consumers take subjects, as it was found
 
+    async def are_known(self) -> bool:
+        """Return whether the record has ever had a letter of the context, or NATS has a stream for its messages."""
+        if await self._connection.fetchval(QUERIES["is_known"], self._context):
+            return True
+        return self._js is not None and await has_stream(self._js, self._context)
+
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
         """Return the letters that the filter selects, oldest first; raises `NotFound` for an unknown id."""
         found, _ = await self.page(wanted, payloads=payloads)
@@ -152,16 +158,13 @@ class LetterOperations:
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
             return named, None
-        moment, found, seen = datetime.now(UTC), [], False
+        moment, found = datetime.now(UTC), []
         async with aclosing(self._read(_START if cursor is None else _place(cursor), payloads=payloads)) as letters:
             async for stored in letters:
-                seen = True
                 if stored.matches(wanted, moment):
                     found.append(stored)
                     if len(found) > limit and wanted.ids is None:
                         break
-        if not seen and cursor is None:
-            await self._check_context()
         known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
         for missing in sorted((wanted.ids or frozenset()) - known) if cursor is None else ():
             raise letter_not_found(missing) if self._js else no_nats(f"looking for the dead letter {missing}")
@@ -194,8 +197,6 @@ class LetterOperations:
     async def notes(self) -> list[LetterNote]:
         """Return what operators did, oldest first."""
         rows = await self._connection.fetch(QUERIES["list_settled"], self._context)
-        if not rows:
-            await self._check_context()
         notes = []
         for row in rows:
             letter = _letter(row)
@@ -318,11 +319,6 @@ class LetterOperations:
         except NATS_ERRORS as error:
             return from_nats(error, f"replaying the dead letter {id_}")
         return new_id
-
-    async def _check_context(self) -> None:
-        """Raise `NotFound` where neither the record nor NATS knows the context."""
-        if self._js is not None and not await self._connection.fetchval(QUERIES["is_known"], self._context):
-            await check_context(self._js, self._context)
 
     async def _find_named(self, ids: frozenset[str], *, payloads: bool) -> list[StoredLetter] | None:
         """Return the letters that are named by their places, in the record or in the stream; None where some are not.

@@ -274,6 +274,12 @@ async def declare_subjects(pool: Pool, subjects: Sequence[str]) -> None:
         await pool.execute(QUERIES["declare_subjects"], list(subjects), patterns)
 
 
+async def is_declared(connection: Connection, context: str) -> bool:
+    """Tell whether a stream is declared for subjects of a context."""
+    declared: bool = await connection.fetchval(QUERIES["is_declared"], context)
+    return declared
+
+
 async def list_failing(connection: Connection, table: Table, context: str | None = None) -> FailingPage:
     """Return the oldest rows of a table that are refused, of one context or of all."""
     rows = await connection.fetch(table.queries["list_failing"], context, LIMIT + 1)

@@ -45,3 +45,9 @@ DELETE FROM postroom.work_queue_holes AS known WHERE NOT EXISTS (
 -- Notes the subjects $1, the same as expressions $2: a stream is declared for them.
 INSERT INTO postroom.declared_subjects (subjects, pattern)
 SELECT * FROM unnest($1::text[], $2::text[]) ON CONFLICT (subjects) DO NOTHING;
+
+-- name: is_declared
+-- Whether a stream is declared for subjects of the context $1.
+SELECT EXISTS (
+  SELECT FROM postroom.declared_subjects WHERE starts_with(subjects, $1 || '.') OR starts_with(subjects, 'cmd.' || $1 || '.')
+);
