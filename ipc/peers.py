@@ -120,15 +120,19 @@ def rotate(file: Path) -> None:
     restart of the daemon ends it. The files belong to the owner of their directory, so that root may rotate a daemon's
     token.
     """
-    try:
-        private_directory(file.parent, may_be_anothers=True)
+
+    def next_token() -> str:
         with suppress(Fatal):  # there is no token yet, or others could read it: then it gets no grace period
             _, replaced = _read(file)
             now = time.time()
             before = {each: until for each, until in _replaced(file).items() if now < until}
             before[_digest(replaced)] = now + GRACE_SECONDS
             replace_private(_grace_file(file), msgspec.json.encode(before).decode(), for_owner=True)
-        replace_private(file, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n", for_owner=True)
+        return f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n"
+
+    try:
+        private_directory(file.parent, may_be_anothers=True)
+        replace_private(file, next_token, for_owner=True)
     except OSError as error:
         raise Fatal(
             Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}; check its directory"

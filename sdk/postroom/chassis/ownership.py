@@ -13,6 +13,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -83,10 +84,11 @@ def open_private(path: Path, flags: int = os.O_RDWR) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def replace_private(file: Path, content: str, *, for_owner: bool = False) -> None:
+def replace_private(file: Path, content: str | Callable[[], str], *, for_owner: bool = False) -> None:
     """Replace a file of a program's own (0600) with `content`: whole and on disk, or not at all.
 
-    Programs that do so at once take turns. The file is this user's, or `for_owner` of its directory. Raises `OSError`.
+    Programs that do so at once take turns; a `content` that depends on the present one is a function, called within the
+    turn. The file is this user's, or `for_owner` of its directory. Raises `OSError`, and what the function raises.
     """
     draft = file.with_name(f"{file.name}.new")
     while True:
@@ -101,7 +103,7 @@ def replace_private(file: Path, content: str, *, for_owner: bool = False) -> Non
             stream.truncate()
             if for_owner:
                 hand_over(descriptor, file.parent)
-            stream.write(content)
+            stream.write(content if isinstance(content, str) else content())
             stream.flush()
             os.fsync(descriptor)
             draft.replace(file)

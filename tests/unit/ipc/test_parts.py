@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -165,6 +167,15 @@ def test_each_of_two_rotations_leaves_a_token_its_grace(tmp_path: Path, daemon: 
         for now[0], good in ((until - 1, True), (until + 1, False)):
             assert token.matches(old) is good
     assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
+
+
+def test_of_rotations_at_once_each_leaves_the_token_before_it_its_grace(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: rotate(file), range(24)))
+    (kept,) = (each for each in tmp_path.iterdir() if each != file)
+    assert len(json.loads(kept.read_text())) == 24
 
 
 @pytest.mark.parametrize("damage", [b"", b"not JSON", b'{"a": "b"}', b"[]", b'{"\xff": 1}'])
