@@ -116,7 +116,10 @@ class Accepting:
         except TryAgain:  # its turn never came, and nothing was written
             raise
         except Unwanted:
-            sentence = "the caller gave up before anything was written: send the batch again under the same ids"
+            sentence = (
+                "the connection, or the caller's half of it, was closed before anything was written: send the batch again "
+                "under the same ids, and leave the connection open until the answer"
+            )
             raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
             raise NotPermitted.of("invalid_token", f"the bearer token was revoked; {NEW_TOKEN}") from None

@@ -43,6 +43,7 @@ from postroom._wire.programs import MINUTES, PROGRAMS, Report
 from postroom._wire.sends import EndedRows
 from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
+from postroom.chassis.listener import may_be_gone
 from postroom.chassis.routes import Access, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
@@ -225,9 +226,7 @@ class _Accept:
         """`POST /v1/accept`: the body is read once there is room for it, and the batch then waits for its turn."""
         member = member_of(request)
         async with received(request) as body, self._work.hold(member.whose):
-            answer = await self._accepting.accept(
-                member, body, lambda: request.transport is not None and not request.transport.is_closing()
-            )
+            answer = await self._accepting.accept(member, body, lambda: not may_be_gone(request))
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:

@@ -1,8 +1,7 @@
 """A connection: its peer, its deadlines, the requests that it reads and the answers that it writes.
 
 In addition to the deadlines of the broker's connections, a socket open to every local process needs: the peer's
-credentials, read once on accept; deadlines for a body that does not end; an answer after a half-close; and problem+json
-where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
+credentials, read once on accept; and deadlines for a body that does not end (bad-input.md, "Before HTTP").
 
 Reading a request with aiohttp and building its objects costs more than the rest of a send except its commit. So a
 connection examines what arrives. A `POST /v1/send` that comes alone and whole, over the Unix socket, with only the
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -31,9 +29,6 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10, HttpVersion11, StreamWriter
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict
 
 from ipc.peers import peer_of
@@ -156,9 +151,7 @@ class Connection(TimedConnection):
         "_body_since",
         "_closing",
         "_end",
-        "_half_closed",
         "_idle_timer",
-        "_last_body",
         "_now",
         "_sending",
         "_stays",
@@ -181,9 +174,7 @@ class Connection(TimedConnection):
         self.caller = Caller(-1, -1)
         self.is_tcp = False
         self.between_lines = False  # a batch with no line begun: the next may take its time, as long as bytes come
-        self._last_body: StreamReader | None = None
         self._end: asyncio.Future[None] = loop.create_future()
-        self._half_closed = False
         self._body_since = NEVER
         self._now = loop.time
         self._answer: Callable[[PlainSend], Awaitable[Answer]] = cast(Any, server.request_handler)
@@ -273,25 +264,8 @@ class Connection(TimedConnection):
             self._idle_timer.cancel()
             self._idle_timer = None
 
-    def _notice(self, message: object, body: StreamReader) -> None:
-        """Remember the newest request's body; where the parser gave up within one, its reader gets the error."""
-        if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
-            self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
-        self._last_body = body
-
-    def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
-        """Answer complete requests before closing; nothing more will come."""
-        has_arrived = self.busy and self._last_body is not None and self._last_body.is_eof()
-        complete = self._sending is not None or has_arrived
-        if complete:
-            self._half_closed = True
-            self.end_after_last()
-        return complete
-
-    def end_after_last(self) -> None:
-        """After a half-close: close once the current request is answered, if no other has arrived."""
-        if self._half_closed and not self.has_more:
-            self.close()
+    def _has_asked(self) -> bool:
+        return self._sending is not None or super()._has_asked()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """End what waits on the caller's behalf."""
@@ -326,20 +300,11 @@ class Connection(TimedConnection):
         self._body_since = self._now()
 
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
-        yield "caller_gone", self._half_closed and self._has_hung_up()
         yield from super()._deadlines(now, limits)
         request = self.current_request
         if request is not None and not request.content.is_eof() and self._body_since != NEVER:
             yield "body_stalled", has_passed(self._heard_at, now, limits.stall_seconds)
             yield "body_too_slow", not self.between_lines and has_passed(self._body_since, now, limits.body_seconds)
-
-    def _has_hung_up(self) -> bool:
-        """Return whether the caller has closed its socket, and not only finished sending."""
-        if self.transport is None:
-            return False
-        poller = select.poll()
-        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
-        return any(events & select.POLLHUP for _, events in poller.poll(0))
 
     def _last_answer(self, problem: Problem) -> web.StreamResponse:
         return problem_answer(problem, close=True)

@@ -29,7 +29,7 @@ from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
-from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
+from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version
 from postroom.errors import InvalidMessage, NotFound, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -170,7 +170,6 @@ class Server(TimedServer):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> Request:
-        cast(Connection, protocol).end_after_last()
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request | PlainSend) -> web.StreamResponse:
@@ -203,6 +202,8 @@ class Server(TimedServer):
             self._open.ends(connection)
 
     async def _routed(self, request: Request | PlainSend, connection: Connection) -> web.StreamResponse:
+        if isinstance(request, Request):
+            refuse_version(request)
         if isinstance(request, PlainSend):
             route, _ = self._table.find(request.method, request.path)  # not every port has this route
         elif (fixed := self._table.fixed.get((request.method, request.raw_path))) is not None:

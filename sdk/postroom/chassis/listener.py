@@ -14,6 +14,7 @@ import errno
 import fcntl
 import grp
 import os
+import select
 import socket
 import ssl
 import stat
@@ -33,8 +34,9 @@ from aiohttp.http_exceptions import (
     LineTooLong,
     PayloadEncodingError,
 )
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory
@@ -192,13 +194,15 @@ class Deadlines(Protocol):
 class TimedConnection(RequestHandler):
     """A peer's connection; the server's sweep drops it once it is `overdue`."""
 
-    __slots__ = ("_blocked_since", "_head_since", "_heard_at")
+    __slots__ = ("_blocked_since", "_half_closed", "_head_since", "_heard_at", "_last_body")
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
         self._head_since = NEVER
         self._heard_at = NEVER
         self._blocked_since = NEVER
+        self._last_body: StreamReader | None = None
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember since when the peer may ask."""
@@ -217,7 +221,40 @@ class TimedConnection(RequestHandler):
             self._head_since = self._heard_at
 
     def _notice(self, message: object, body: StreamReader) -> None:
-        """Note the newest request: its head, or the parser's error, and its body."""
+        """Remember the newest request's body; where the parser gave up within one, its reader gets the error."""
+        if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
+        self._last_body = body
+
+    def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
+        """Answer complete requests before closing; nothing more will come. TLS has no half-close."""
+        if self.transport is None or self.transport.get_extra_info("sslcontext") is not None or not self._has_asked():
+            return False
+        self._half_closed = True
+        self.end_after_last()
+        return True
+
+    def _has_asked(self) -> bool:
+        """Return whether a request has arrived whole that is not answered yet."""
+        return self.busy and self._last_body is not None and self._last_body.is_eof()
+
+    def end_after_last(self) -> None:
+        """After a half-close: close once the current request is answered, if no other has arrived."""
+        if self._half_closed and not self.has_more:
+            self.close()
+
+    @property
+    def half_closed(self) -> bool:
+        """Whether the peer has closed the connection, or its half of it: over TCP both look alike."""
+        return self._half_closed
+
+    def _has_hung_up(self) -> bool:
+        """Return whether the peer has closed its socket, and not only finished sending."""
+        if self.transport is None:
+            return False
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        return any(events & select.POLLHUP for _, events in poller.poll(0))
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
         """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""
@@ -259,6 +296,7 @@ class TimedConnection(RequestHandler):
         return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
 
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
+        yield "caller_gone", self._half_closed and self._has_hung_up()
         yield "reply_not_read", has_passed(self._blocked_since, now, limits.stall_seconds)
         yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
 
@@ -296,13 +334,35 @@ class TimedConnection(RequestHandler):
             self.transport.abort()
 
 
+def may_be_gone(request: web.BaseRequest) -> bool:
+    """Tell whether nobody may wait for the answer to a request any more."""
+    transport, connection = request.transport, request.protocol
+    return (
+        transport is None
+        or transport.is_closing()
+        or (isinstance(connection, TimedConnection) and connection.half_closed)
+    )
+
+
 class TimedServer(web.Server):
     """An aiohttp server that drops the connections of peers that are too slow, for as long as `sweep` runs."""
 
     connection_type: ClassVar[type[TimedConnection]] = TimedConnection
 
-    def __init__(self, handler: Any, *, deadlines: Deadlines, on_drop: Callable[[str], None], **options: Any) -> None:
-        super().__init__(handler, keepalive_timeout=deadlines.idle_seconds, **options)
+    def __init__(
+        self,
+        handler: Any,
+        *,
+        deadlines: Deadlines,
+        on_drop: Callable[[str], None],
+        request_factory: Callable[..., Any],
+        **options: Any,
+    ) -> None:
+        def begin(message: Any, payload: StreamReader, protocol: TimedConnection, writer: Any, task: Any) -> Any:
+            protocol.end_after_last()
+            return request_factory(message, payload, protocol, writer, task)
+
+        super().__init__(handler, keepalive_timeout=deadlines.idle_seconds, request_factory=cast(Any, begin), **options)
         self._deadlines = deadlines
         self._on_drop = on_drop
         self._running_loop = asyncio.get_running_loop()

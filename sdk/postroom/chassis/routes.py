@@ -96,10 +96,20 @@ async def _go_on(request: web.Request) -> web.StreamResponse | None:
     return problem_response(PostroomError.of("expectation_failed", detail, status=417).problem)
 
 
+def refuse_version(request: web.BaseRequest) -> None:
+    """Raise `PostroomError` (505) for a version of HTTP that has another form than what was read."""
+    if request.version > HttpVersion11:
+        sentence = (
+            f"this is HTTP/1.1, and the request says HTTP/{request.version.major}.{request.version.minor}: use 1.1"
+        )
+        raise PostroomError.of("http_version_not_supported", sentence, status=505)
+
+
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every error into its problem answer; an unexpected one is logged and becomes a 500."""
     try:
+        refuse_version(request)
         return await handler(request)
     except PostroomError as error:
         return problem_response(error.problem)

@@ -21,6 +21,7 @@ import pytest
 from aiohttp import web
 from support.databases import migrated_database, postgres_of_its_own
 
+from broker import server
 from broker.app import Services, build
 from broker.config import BrokerConfig
 from broker.database import migrate
@@ -216,6 +217,19 @@ async def broker(migrated: BrokerConfig) -> AsyncIterator[Broker]:
     """An instance with the mesh `demo`: alice and bob, and the admin ada."""
     async with serving(migrated) as running:
         await running.add_mesh("demo", {"alice": "member", "bob": "member", "ada": "admin"})
+        yield running
+
+
+@pytest.fixture
+async def exposed(migrated: BrokerConfig) -> AsyncIterator[Broker]:
+    """The same, whose connections are those of the process: they have deadlines, and may be half closed."""
+    async with (
+        open_services(migrated) as services,
+        server.serving(services) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        running = Broker(url, services, session)
+        await running.add_mesh("demo", {"alice": "member"})
         yield running
 
 

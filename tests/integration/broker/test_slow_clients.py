@@ -15,10 +15,12 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 from support.wire import MALFORMED, SECRET
+from yarl import URL
 
 from broker.config import BrokerConfig
 from broker.server import open_services, serving
 
+Message = Callable[..., dict[str, Any]]
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
 HOUR = 3600.0
 
@@ -115,8 +117,49 @@ async def test_the_broker_repeats_no_malformed_head_in_an_answer_or_its_log(
             writer.write(request)
             writer.write_eof()
             answer = await asyncio.wait_for(reader.read(), 20)
-            assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 404"), (name, answer)
+            assert answer[:12] in (b"", b"HTTP/1.0 400", b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 404"), (
+                name,
+                answer,
+            )
             assert SECRET.encode() not in answer, name
             assert not answer or b"application/problem+json" in answer, name
             writer.close()
     assert SECRET not in caplog.text + str(lines)
+
+
+async def _asked(broker: Any, request: bytes) -> bytes:
+    """What a caller gets that sends this, and that it has nothing more to say."""
+    url = URL(broker.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(request)
+    writer.write_eof()
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return answer
+
+
+def _request(broker: Any, line: str, body: Any = None) -> bytes:
+    data = b"" if body is None else msgspec.json.encode(body)
+    fields = "Host: x", f"Authorization: Bearer {broker.tokens['demo', 'alice']}", f"Content-Length: {len(data)}"
+    return "".join(f"{each}\r\n" for each in (line, *fields, "")).encode() + data
+
+
+async def test_every_request_is_answered_that_came_before_a_half_close(exposed: Any) -> None:
+    features = _request(exposed, "GET /v1/features HTTP/1.1")
+    assert (await _asked(exposed, features)).count(b"HTTP/1.1 200 ") == 1
+    assert (await _asked(exposed, features * 5)).count(b"HTTP/1.1 200 ") == 5
+
+
+async def test_a_batch_whose_caller_may_be_gone_is_not_written_and_it_is_told(exposed: Any, message: Message) -> None:
+    """Over TCP a half that was closed looks like a caller that has hung up (docs/contract/accept.md#accept-24)."""
+    batch = {"messages": [message("id-1", "dm:alice")]}
+    answer = await _asked(exposed, _request(exposed, "POST /v1/accept HTTP/1.1", batch))
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"given_up" in answer
+    assert (await exposed.member("alice").get("/v1/history")).body["messages"] == []
+
+
+async def test_another_version_of_http_is_refused(exposed: Any) -> None:
+    answer = await _asked(exposed, _request(exposed, "GET /v1/features HTTP/2.0"))
+    assert answer.partition(b"\r\n")[0].endswith(b" 505 HTTP Version Not Supported")
+    assert b"http_version_not_supported" in answer

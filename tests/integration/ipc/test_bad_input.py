@@ -85,6 +85,7 @@ TARGETS = {
     "a parent directory": (b"GET /v1/../v1/ready HTTP/1.1", {404}),
     "an empty target": (b"GET  HTTP/1.1", {400}),
     "HTTP/0.9": (b"GET /v1/ready", {200, 400, CLOSED}),
+    "HTTP/2.0": (b"GET /v1/ready HTTP/2.0", {505}),
     "HTTP/3.7": (b"GET /v1/ready HTTP/3.7", {400}),
     "an unknown query parameter": (b"GET /v1/ready?x=1 HTTP/1.1", {400}),
     "a token in the query": (b"GET /v1/ready?access_token=abc HTTP/1.1", {400}),
