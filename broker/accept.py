@@ -117,8 +117,8 @@ class Accepting:
             raise
         except Unwanted:
             sentence = (
-                "the connection, or the caller's half of it, was closed before anything was written: send the batch again "
-                "under the same ids, and leave the connection open until the answer"
+                "the connection, or the caller's half of it, was closed before anything was written: send the batch "
+                "again under the same ids, and leave the connection open until the answer"
             )
             raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:

@@ -90,7 +90,9 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     duplicate_window_seconds: Annotated[
         float,
         Meta(
-            gt=0, le=MAX_SECONDS, description="how long a second publish of the same message id is dropped, in seconds"
+            ge=_LEAST_AGE,
+            le=MAX_SECONDS,
+            description="how long a second publish of the same message id is dropped, in seconds",
         ),
     ] = 120
 
@@ -122,7 +124,7 @@ class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="number of servers of a cluster that keep a copy")
     ] = None
     duplicate_window_seconds: Annotated[
-        Annotated[float, Meta(gt=0, le=MAX_SECONDS)] | None,
+        Annotated[float, Meta(ge=_LEAST_AGE, le=MAX_SECONDS)] | None,
         Meta(description="how long a second publish of the same message id is dropped, in seconds"),
     ] = None
     events: KindDefaults = msgspec.field(default_factory=KindDefaults)

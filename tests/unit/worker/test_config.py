@@ -11,7 +11,7 @@ import pytest
 from broker.config import BrokerConfig
 from postroom.chassis.config import MASK, effective, settings
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.settings import KindDefaults, StreamSettings
+from postroom.delivery.settings import KindDefaults, StreamDefaults, StreamSettings
 from postroom.worker.config import AgentConfig, ConsumerConfig, WorkerConfig, load_config
 
 ENVIRON = {"POSTROOM_DATABASE_URL": "postgresql://user:secret@host/db", "POSTROOM_NATS_URL": "nats://user:secret@host"}
@@ -111,3 +111,12 @@ def test_an_age_is_refused_that_nats_takes_for_no_stream() -> None:
             assert msgspec.convert({**usual, "max_age_seconds": seconds}, kind).max_age_seconds == seconds
         with pytest.raises(msgspec.ValidationError, match=r"max_age_seconds must be 0 or at least 0\.1"):
             msgspec.convert({**usual, "max_age_seconds": 0.05}, kind)
+
+
+def test_a_duplicate_window_is_refused_that_nats_takes_for_no_stream() -> None:
+    kinds: tuple[type[StreamDefaults | StreamSettings], ...] = (StreamDefaults, StreamSettings)
+    for kind in kinds:
+        usual: dict[str, Any] = {} if kind is StreamDefaults else {"name": "SEA_EVENTS", "subjects": ["sea.event.>"]}
+        assert msgspec.convert({**usual, "duplicate_window_seconds": 0.1}, kind).duplicate_window_seconds == 0.1
+        with pytest.raises(msgspec.ValidationError, match=r"`float` >= 0\.1 .*duplicate_window_seconds"):
+            msgspec.convert({**usual, "duplicate_window_seconds": 0.05}, kind)
