@@ -87,7 +87,7 @@ def _text(message: HistoryMessage) -> str | None:
         return message.body
     try:
         return msgspec.json.format(message.body, indent=2)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # it is no JSON, or nests too deep
         return message.body
 
 

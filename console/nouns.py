@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, Final, TypeVar, get_args
 
 import msgspec
@@ -18,7 +17,7 @@ from postroom._wire.nouns import OPERATOR_LOG, LogQuery
 from postroom._wire.programs import PROGRAMS, ProgramsQuery
 from postroom._wire.trees import grow
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, ConsumersQuery
-from postroom.errors import InvalidMessage, NotFound
+from postroom.errors import InvalidMessage
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 
@@ -31,8 +30,8 @@ async def show_causes(request: web.Request) -> web.Response:
     """`GET /dead_letters?mesh=`: why messages are dead, the most frequent cause first."""
     mesh, meshes = await mesh_of(request, asked(request))
     found = LetterCauses(causes=[])
-    with suppress(NotFound):  # a mesh has no stream before its first message
-        found = found if mesh is None else await request[SESSION].client.causes(mesh)
+    if mesh is not None:
+        found = await request[SESSION].client.causes(mesh)
     return page(request, "causes.html", mesh=mesh, meshes=meshes, found=found)
 
 
@@ -44,8 +43,7 @@ async def list_letters(request: web.Request) -> web.Response:
     found = LetterPage(letters=[])
     if mesh is not None:
         query = _query(LettersQuery, {**conditions, "cursor": given.get("cursor"), "mesh": mesh})
-        with suppress(NotFound):  # the same
-            found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
+        found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
     return page(request, "letters.html", noun=DEAD_LETTERS, mesh=mesh, given=given, conditions=conditions, found=found)
 
 

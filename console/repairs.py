@@ -65,7 +65,7 @@ class Repair:
 
 
 _AT_ONCE: Final = min(100, CHANGES)  # things in one request, after which the progress is updated
-_repairs: Final = web.AppKey("repairs", dict[int, Repair])
+_repairs: Final = web.AppKey("repairs", dict[str, Repair])
 _numbers: Final = itertools.count(1)
 
 
@@ -104,7 +104,7 @@ async def plan(request: web.Request) -> web.Response:
     while len(repairs) >= MOST_REPAIRS:
         oldest = next((number for number, each in repairs.items() if not each.under_way), next(iter(repairs)))
         del repairs[oldest]
-    number = next(_numbers)
+    number = str(next(_numbers))
     repairs[number] = Repair(noun, verb, mesh, session, planned)
     raise web.HTTPSeeOther(f"/repairs/{number}")
 
@@ -134,8 +134,7 @@ def _filter_of(noun: _Noun) -> type[msgspec.Struct]:
 
 
 def _own(request: web.Request) -> Repair:
-    number = request.match_info["id"]
-    repair = request.app[_repairs].get(int(number)) if number.isascii() and number.isdigit() else None
+    repair = request.app[_repairs].get(request.match_info["id"])
     if repair is None or repair.session.key != request[SESSION].key:
         raise NotFound.of("not_found", "that repair is not one of this log-in; `postroom log` shows what was done")
     return repair

@@ -21,6 +21,7 @@ from aiohttp import web
 from console.config import ConsoleConfig
 from postroom import BrokerClient
 from postroom._wire.administration import CallerRole
+from postroom.chassis.routes import is_media
 from postroom.errors import InvalidMessage, NotPermitted, TryAgain
 
 ROLES: Final[tuple[str, ...]] = get_args(CallerRole)  # each may do what the one before may
@@ -28,6 +29,7 @@ ROLES: Final[tuple[str, ...]] = get_args(CallerRole)  # each may do what the one
 COOKIE: Final = "postroom_console"
 MOST_SESSIONS: Final = 1000
 MOST_ATTEMPTS: Final = 10  # to log in, that fail, of one address in a minute
+_FORM: Final = "application/x-www-form-urlencoded"
 _MINUTE: Final = 60.0
 _SWEEP_SECONDS: Final = 30.0
 _SECONDS: Final = 30.0  # that one request to the broker may take
@@ -186,7 +188,14 @@ class Gate:
             or request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin"
         ):
             raise NotPermitted.of("foreign_form", f"the form was not sent by a page of {own}: open the page there")
-        given = (await request.post()).get("form_key")
+        if not is_media(request.headers.get("Content-Type", ""), _FORM):
+            raise InvalidMessage.of(
+                "unsupported_media_type", f"a form comes as {_FORM}, in UTF-8: send it from its page"
+            )
+        try:
+            given = (await request.post()).get("form_key")
+        except UnicodeDecodeError:
+            raise InvalidMessage.of("invalid_request", "the form is not UTF-8: send it from its page") from None
         wanted = self._sessions.form_key(cookie)
         if not (cookie and isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())):
             raise NotPermitted.of("stale_form", "the form is from before the last log-in: open the page again")

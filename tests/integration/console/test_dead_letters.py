@@ -150,7 +150,8 @@ async def test_a_repair_is_of_the_one_who_planned_it(office: Any, admin: Any, le
     await ada.open("/dead_letters")
     assert (await ada.submit(page.path, reason="not mine")).status == 404
     assert await letters.left() == 1
-    assert (await ada.open("/repairs/x")).status == 404
+    for number in ("x", "9" * 5000):
+        assert (await ada.open(f"/repairs/{number}")).status == 404
 
 
 async def test_a_form_that_means_nothing_is_refused(office: Any, admin: Any) -> None:
@@ -163,6 +164,13 @@ async def test_a_form_that_means_nothing_is_refused(office: Any, admin: Any) -> 
         await admin.open("/dead_letters")
         page = await admin.submit("/repairs", mesh=office.mesh, **fields)
         assert (page.status, code in page.text) == (400, True)
+
+
+async def test_a_mesh_that_there_is_not_is_no_good_news(admin: Any) -> None:
+    for path in ("/dead_letters", "/dead_letters/list"):
+        page = await admin.open(f"{path}?mesh=nowhere")
+        assert page.status == 404
+        assert "there is no mesh" in page.text
 
 
 async def test_who_may_not_look_sees_none_and_who_may_not_repair_changes_none(office: Any, letters: Letters) -> None:

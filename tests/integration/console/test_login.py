@@ -150,6 +150,24 @@ async def test_every_form_needs_its_key_and_its_origin(admin: Any) -> None:
     assert (await admin.open("/messages")).path == "/messages"  # it did not even log out
 
 
+@pytest.mark.parametrize(
+    ("media", "form"),
+    [
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=a", b"--a\r\nContent-Disposition: form-data; name=token\r\n\r\nabc"),
+        ("application/x-www-form-urlencoded; charset=nonsense", b"token=a"),
+        ("application/x-www-form-urlencoded", b"token=\xff\xfe"),
+        ("application/json", b"{}"),
+    ],
+)
+async def test_a_form_that_no_page_sends_is_refused(admin: Any, media: str, form: bytes) -> None:
+    for path in ("/login", "/repairs", "/logout"):
+        headers = {"Origin": admin.url, "Content-Type": media}
+        async with admin.session.post(f"{admin.url}{path}", data=form, headers=headers) as answer:
+            assert answer.status in {400, 415}, path
+            assert "form" in await answer.text()
+
+
 async def test_every_answer_forbids_browsers_what_no_page_needs(admin: Any) -> None:
     paths = [*(path for path in reads() if path != "/live"), "/nothing", "/messages?since=soon", "/static/nothing"]
     for path in paths:

@@ -16,6 +16,7 @@ BODIES = {
     "svg": '<svg onload="alert(1)"><desc>"\'><img src=x onerror=alert(1)>',
     "template": "{{ 7 * 7 }}{% raw %}${7*7}",
     "long": "x" * 100_000,
+    "deep": "[" * 2000 + "]" * 2000,
 }
 
 
