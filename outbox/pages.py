@@ -29,9 +29,8 @@ _LONGEST_HEADER: Final = 127  # bytes: of a record with few columns
 _INTEGERS: Final = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes by type
 _CONSTANTS: Final = {0: None, 8: 0, 9: 1}
 _REAL: Final = 7
-_CELL: Final = re.compile(  # of a table: its size, its rowid, and a header that begins with the rowid, which is NULL there
-    rb"(?=[\x80-\xff]{0,8}[\x00-\x7f][\x80-\xff]{0,8}[\x00-\x7f][\x02-\x7f]\x00)"
-)
+# A cell of a table: its size, its rowid, and a header that begins with the rowid, which is NULL there.
+_CELL: Final = re.compile(rb"(?=[\x80-\xff]{0,8}[\x00-\x7f][\x80-\xff]{0,8}[\x00-\x7f][\x02-\x7f]\x00)")
 _BLOB: Final = 12  # and every even number above; odd ones are text
 
 Record = tuple[Any, ...]
@@ -258,7 +257,11 @@ class Records:
             rowid, after = _varint(content, after)
             types, _ = _types(content, after)
             shape = len(types)
-            if types[0] != 0 or shape not in self._shapes or sum(map(_size, types)) + _varint(content, after)[0] != size:
+            if (
+                types[0] != 0
+                or shape not in self._shapes
+                or sum(map(_size, types)) + _varint(content, after)[0] != size
+            ):
                 return None
             return Row(shape, rowid, _decode(self._record(content, after, size, _MOST_OF_ROW)))
         except Wrong:
