@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import msgspec
@@ -120,3 +122,15 @@ def test_the_logical_clock_goes_on_by_a_microsecond_and_stands_still_at_the_end_
         assert to_microseconds(after(to_microseconds(moment))) == to_microseconds(moment) + 1
     assert later(moment, 1) >= moment
     assert after(to_microseconds(datetime.max.replace(tzinfo=UTC))) == datetime.max.replace(tzinfo=UTC)
+
+
+def test_a_payload_of_nothing_but_escapes_holds_up_the_agent_for_a_fraction_of_what_the_library_takes():
+    payload = '"' * 300_000
+
+    def seconds(write: Callable[[str], bytes]) -> float:
+        began = time.process_time()
+        assert write(payload) == rfc8785_form
+        return time.process_time() - began
+
+    rfc8785_form = rfc8785.dumps(payload)
+    assert seconds(lambda value: canonical(value, "it")) < seconds(rfc8785.dumps) / 4

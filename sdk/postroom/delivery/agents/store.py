@@ -24,6 +24,7 @@ import msgspec
 import rfc8785
 import structlog
 
+from postroom._wire.canonical import encode as encode_canonically
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
 from postroom.agent import Envelope
@@ -84,7 +85,7 @@ _decode_any: Final = msgspec.json.Decoder().decode
 def canonical(value: Any, what: str) -> bytes:
     """Return the canonical JSON of a payload; raises `InvalidMessage` where JSON cannot hold it."""
     try:
-        return rfc8785.dumps(msgspec.to_builtins(value))
+        return encode_canonically(msgspec.to_builtins(value))
     except (rfc8785.CanonicalizationError, TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
 
