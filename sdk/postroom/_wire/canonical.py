@@ -1,4 +1,4 @@
-"""Canonical JSON (RFC 8785): the same bytes for the same values, whoever writes them."""
+"""Canonical JSON (RFC 8785): the same bytes for the same values, whichever program writes them."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 import rfc8785
 
-_EXACT: Final = 2**53  # beyond it a double does not know every integer
+_EXACT: Final = 2**53  # beyond it a double cannot hold every integer
 _PLAIN_FLOATS: Final = (1e-3, 1e15)  # between them msgspec writes a fraction as RFC 8785 does
 _CONTAINERS: Final = {dict, list, tuple}
 _AS_THEY_ARE: Final = {str, bool, type(None)}
@@ -27,8 +27,8 @@ def encode(value: Any) -> bytes:
 def _canonical(value: Any) -> Any:
     """Return what msgspec writes as RFC 8785 wants it: keys in order, numbers as JavaScript prints them.
 
-    msgspec escapes strings by the same rules, and in a tenth of the time that the library takes, whose word it is on
-    everything unusual: the largest that a sender makes must not hold up everybody else's messages.
+    msgspec escapes strings by the same rules in a tenth of the time that the library takes, so that the largest value of
+    one sender does not delay the messages of others. Everything unusual is left to the library.
     """
     kind = type(value)
     if not value and kind in _CONTAINERS:
@@ -49,7 +49,7 @@ def _each(values: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
 
 
 def _are_plain(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Tell whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
+    """Return whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
     integers = _of_kind(int, values, kinds)
     fractions = _of_kind(float, values, kinds)
     sizes = list(map(abs, fractions))

@@ -19,7 +19,7 @@ from embedded import EmbeddedNats
 from postroom.agent import EPOCH, Command, Envelope
 from postroom.delivery.agents.outgoing import AgentPublisher
 from postroom.delivery.agents.replay import verify
-from postroom.delivery.agents.store import Mark, Owner, Store
+from postroom.delivery.agents.store import QUERIES, Mark, Owner, Store
 from postroom.delivery.nats import connect
 from postroom.delivery.publishing import Outgoing, Search
 from postroom.delivery.publishing.link import Link
@@ -366,3 +366,15 @@ def noted(directory: Path) -> int:
 
 async def forgotten(directory: Path) -> bool:
     return noted(directory) == 0
+
+
+async def test_a_comparison_reads_what_may_be_lost_and_not_all_that_is_kept(tmp_path: Path):
+    await (await Store.open(tmp_path / "events.db", Owner("counting", "sea", "default"))).close()
+    search = {"stream": "SEA_EVENTS", "created_at": 1, "number": 1, "until": 1}
+    searches = [(f"find_{loss}", search) for loss in ("of_another_stream", "behind_the_end", "before_the_beginning")]
+    with closing(sqlite3.connect(tmp_path / "events.db")) as db:
+        for name, values in [*searches, ("lost", (0, 1)), ("unpublished", ())]:
+            plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {QUERIES[name]}", values)]
+            reads = [line for line in plan if "outgoing USING" in line]
+            assert reads, (name, plan)
+            assert all("outgoing_unpublished" in line or "stream_created_at" in line for line in reads), (name, plan)

@@ -61,17 +61,21 @@ ORDER BY outgoing.position;
 -- name: unpublished
 -- Everything that is not marked published, oldest first; of a letter also its subject.
 SELECT outgoing.position, outgoing.epoch, coalesce(CAST(event.record AS BLOB), letter.record), letter.subject
-FROM outgoing LEFT JOIN event ON event.position = outgoing.position
+FROM outgoing INDEXED BY outgoing_unpublished LEFT JOIN event ON event.position = outgoing.position
 LEFT JOIN letter ON letter.position = outgoing.position
 WHERE outgoing.published_at IS NULL ORDER BY outgoing.position;
 
 -- name: lost
 -- What was lost and is not published again yet, and letters that never were published, after a position, oldest first.
 SELECT outgoing.position, outgoing.epoch, coalesce(CAST(event.record AS BLOB), letter.record), letter.subject
-FROM outgoing LEFT JOIN event ON event.position = outgoing.position
+FROM (
+  SELECT position, epoch FROM outgoing INDEXED BY outgoing_unpublished
+  WHERE published_at IS NULL AND (epoch > 0 OR position < 0) AND position > ?
+  ORDER BY position LIMIT ?
+) AS outgoing
+LEFT JOIN event ON event.position = outgoing.position
 LEFT JOIN letter ON letter.position = outgoing.position
-WHERE outgoing.published_at IS NULL AND (outgoing.epoch > 0 OR outgoing.position < 0) AND outgoing.position > ?
-ORDER BY outgoing.position LIMIT ?;
+ORDER BY outgoing.position;
 
 -- name: append
 -- One more event.
@@ -104,10 +108,12 @@ WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence =
 
 -- name: find_of_another_stream
 -- What is noted in this stream as it was created at another time, and was published before then: in the same millisecond
--- it may have been published after the stream was read.
+-- it may have been published after the stream was read. (With an OR it would read all that is noted in the stream.)
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND (stream_created_at < :created_at OR stream_created_at > :created_at)
-  AND published_at < :until;
+WHERE stream = :stream AND stream_created_at < :created_at AND published_at < :until
+UNION ALL
+SELECT position, published_at FROM outgoing
+WHERE stream = :stream AND stream_created_at > :created_at AND published_at < :until;
 
 -- name: find_behind_the_end
 -- What is noted after the last number of this stream. The rest as above.
