@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 import uvloop
 from support import session
 from support.databases import create, drop
@@ -55,7 +56,13 @@ def pytest_configure() -> None:
 
     A Java of a test lives for seconds, and would spend half of its time on optimizing code, and a part of the rest on
     verifying classes that every run has verified before.
+
+    An error is logged as in our programs: structlog by itself would print the values of each frame too, which takes
+    seconds where one is a large message.
     """
+    *processors, _ = structlog.get_config()["processors"]
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*processors, plain])
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
