@@ -63,8 +63,10 @@ class SqliteClaims:
                 if found := db.execute(self._steps["claim"], values).fetchone():
                     attempt, last_error, end = found
                     states[key] = Claim(key, owner, attempt, last_error, moment(end), until)
-                elif kept := self._kept(db, key, now):
-                    states[key] = kept.state
+                else:
+                    db.execute(self._steps["set_back"], values)
+                    if kept := self._kept(db, key, now):
+                        states[key] = kept.state
             return states
 
         return in_their_places(wanted, self._table, await self._run(step))

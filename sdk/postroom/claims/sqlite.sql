@@ -17,14 +17,20 @@ WHERE NOT ({ended})
   AND (known.{lease_until} IS NULL OR known.owner = excluded.owner OR known.{lease_until} <= :now)
 RETURNING attempts, last_error, {lease_until};
 
+-- name: set_back
+-- The clock was set back behind the beginning of this attempt, so that its lease would end late, perhaps by years: it ends
+-- as late from now as it did from its beginning, which is after its holder has let go, if that lives.
+UPDATE {table} SET {lease_until} = {lease_until} - {begun_at} + :now, {begun_at} = :now
+WHERE ({key}) = ({key_values}) AND {lease_until} IS NOT NULL AND {begun_at} > :now;
+
 -- name: look_up
 -- The row of a key, whatever its owner.
 SELECT {look}, known.owner, known.attempts, known.{lease_until}, known.last_error
 FROM {table} AS known WHERE ({known_key}) = ({key_values});
 
 -- name: renew
--- Prolongs a lease; no row where it ran out.
-UPDATE {table} SET {lease_until} = :until
+-- Prolongs a lease; no row where it ran out. It never began later than now.
+UPDATE {table} SET {lease_until} = :until, {begun_at} = min({begun_at}, :now)
 WHERE ({key}) = ({key_values}) AND owner = :owner AND {lease_until} > :now
 RETURNING {lease_until};
 
