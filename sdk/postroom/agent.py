@@ -73,6 +73,7 @@ class Envelope(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     id: str = ""
     idempotency_key: str = ""  # what two copies of one message have in common
     payload: Any = None  # JSON
+    sampled: bool | msgspec.UnsetType = msgspec.UNSET  # False where its sender wants no spans of its trace
     schema_version: int = 1
     source: str = ""  # the program that sent it
     span_id: str = ""  # 16 hex digits: the hop that sent it

@@ -368,6 +368,21 @@ async def forgotten(directory: Path) -> bool:
     return noted(directory) == 0
 
 
+@pytest.mark.parametrize(("given", "passed_on"), [("00", "00"), ("02", "00"), ("01", "01"), ("03", "01")])
+async def test_a_message_is_as_sampled_as_its_cause_also_when_it_is_published_again(
+    context: Context, tmp_path: Path, given: str, passed_on: str
+):
+    await place_orders(context, ["order-1"], traceparent=f"00-{'a' * 32}-{'b' * 16}-{given}")
+    async with running_agent(context, tmp_path, settings=RECORD):
+        await settled(context)
+        first = {(message.headers or {})["traceparent"] for message in (await context.stored(context.events))[1:]}
+        await context.js.purge_stream(context.events)
+        await all_there(context, tmp_path, "/1")
+        again = {(message.headers or {})["traceparent"] for message in await context.stored(context.events)}
+    assert first == again
+    assert {traceparent[-2:] for traceparent in first} == {passed_on}
+
+
 async def test_a_comparison_reads_what_may_be_lost_and_not_all_that_is_kept(tmp_path: Path):
     await (await Store.open(tmp_path / "events.db", Owner("counting", "sea", "default"))).close()
     search = {"stream": "SEA_EVENTS", "created_at": 1, "number": 1, "until": 1}

@@ -103,6 +103,7 @@ class Emitter:
             expected_version=effect.expected_version,
             id=message_id,
             idempotency_key=message_id,
+            sampled=cause.sampled,
             schema_version=version,
             source=self._source,
             span_id=digest("span", message_id)[:16],

@@ -37,7 +37,8 @@ OCCURRED_AT: Final = "X-Occurred-At"
 TRACEPARENT: Final = "traceparent"
 
 _CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # the headers whose value must have a form
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED: Final = 1  # in the flags of a traceparent
 _decode: Final = msgspec.json.Decoder().decode
 
 
@@ -110,6 +111,7 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
         expected_version=_number(headers.get(EXPECTED_VERSION), EXPECTED_VERSION),
         id=message_id,
         idempotency_key=idempotency_key(delivery),
+        sampled=False if found and not int(found[3], 16) & _SAMPLED else msgspec.UNSET,
         schema_version=_number(headers.get(EVENT_VERSION), EVENT_VERSION) or version,
         source=headers.get(SOURCE) or delivery.stream,
         span_id=found[2] if found else digest("span", message_id)[:16],
@@ -151,7 +153,7 @@ def headers_of(envelope: Envelope, epoch: int = 0) -> dict[str, str]:
         OCCURRED_AT: envelope.ts.isoformat().replace("+00:00", "Z"),
         SOURCE: envelope.source,
         TENANT: envelope.tenant,
-        TRACEPARENT: f"00-{envelope.trace_id}-{envelope.span_id}-01",
+        TRACEPARENT: f"00-{envelope.trace_id}-{envelope.span_id}-{'00' if envelope.sampled is False else '01'}",
         WORKSPACE: envelope.workspace,
     }
     return {name: value for name, value in headers.items() if value}
