@@ -100,7 +100,8 @@ class Context:
 
         It is committed together with the digit that marks the step as done: what is written on it happens exactly once.
         A handler that raises, or whose worker died or lost its lease, has written nothing. Do not end the transaction,
-        and call this late in a handler that takes long: Postgres keeps its locks until the end.
+        and call this late in a handler that takes long: Postgres keeps its locks until the end. Raises `InvalidFlow`
+        in a task that a handler left running after its step.
         """
         return await self._connect()
 

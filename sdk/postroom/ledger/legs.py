@@ -60,6 +60,10 @@ _ENDED: Final = (
     "the handler ended the transaction of its step, on `ctx.connection()`: the step commits when the handler "
     "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
 )
+_LEFT_BEHIND: Final = (
+    "`ctx.connection()` was called after its step had ended, by a task that the handler left behind: await all that it "
+    "begins, in an `asyncio.TaskGroup` for example"
+)
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 _MOST_GROWTH: Final = 4  # bytes for a character, also with the blank that Postgres adds after each comma and colon
 
@@ -239,10 +243,16 @@ class StepTransaction:
         self._stack = stack
         self._one_at_a_time = asyncio.Lock()
         self._connection: Connection | None = None
+        self._ended = False
 
     async def connection(self) -> Connection:
-        """Return the connection, in the transaction."""
+        """Return the connection, in the transaction; raises `InvalidFlow` once the step has ended.
+
+        A transaction that begins then would never end: a handler may leave tasks behind, as a `gather` that raises.
+        """
         async with self._one_at_a_time:
+            if self._ended:
+                raise InvalidFlow.of("step_ended", _LEFT_BEHIND)
             if self._connection is None:
                 connection = await self._stack.enter_async_context(self._pool.acquire())
                 await self._stack.enter_async_context(connection.transaction())
@@ -262,6 +272,12 @@ class StepTransaction:
         async with self._pool.acquire() as connection:
             return await primitive(connection)
 
+    async def end(self) -> None:
+        """Begin no transaction from here on; one that is about to begin is there then, to be ended."""
+        self._ended = True
+        async with self._one_at_a_time:
+            pass
+
 
 @asynccontextmanager
 async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = False) -> AsyncIterator[StepTransaction]:
@@ -273,7 +289,11 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
     try:
         async with AsyncExitStack() as stack:
             stack.enter_context(_span(running.flow.name, entry, completion=completion))
-            yield StepTransaction(running.pool, stack)
+            step = StepTransaction(running.pool, stack)
+            try:
+                yield step
+            finally:
+                await step.end()
     except Fault:
         raise
     except Exception as error:

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 from support.ledgers import LEASE, Jobs
 
-from postroom.flow import Context, Flow, Job
+from postroom.flow import Context, Flow, InvalidFlow, Job
 from postroom.ledger.engine import Engine, TryLater
 from postroom.ledger.primitives import Start, start_job
 from postroom.retry_policy import RetryPolicy
@@ -106,6 +106,40 @@ async def test_whatever_a_handler_does_its_attempt_has_failed_and_says_why(jobs:
     assert row is not None
     assert (row["last_error"], row["owner"]) == (str(later.value), None)
     assert await jobs.job(start.job) == ("running", 1)
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_what_a_handler_leaves_running_is_given_no_connection_after_its_step(
+    jobs: Jobs, pool: Pool, *, early: bool
+) -> None:
+    """As the rest of a `gather` of which one has raised."""
+    left_behind = Flow("left-behind")
+    ended = asyncio.Event()
+    left: list[asyncio.Task[Any]] = []
+
+    @left_behind.activity
+    async def work(ctx: Context, _request: Any) -> None:
+        async def rest() -> Any:
+            if not early:
+                await ended.wait()
+            return await ctx.connection()
+
+        left.append(asyncio.create_task(rest()))
+        if early:
+            await asyncio.sleep(0)  # it waits for a connection, and gets one behind the end
+        raise ValueError("one of them")
+
+    start = Start(uuid4(), "sea", left_behind.name, uuid4(), "work", "null")
+    await start_job(jobs.connection, start)
+    with pytest.raises(TryLater, match="one of them"):
+        await Engine(pool, left_behind, lease=LEASE).spawned(start.root, "work", "spawned")
+    ended.set()
+    if early:
+        assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
+    else:
+        with pytest.raises(InvalidFlow, match="after its step had ended"):
+            await left[0]
+    assert pool.get_size() == pool.get_idle_size()
 
 
 async def test_a_completion_that_returns_no_json_says_so(jobs: Jobs, pool: Pool) -> None:
