@@ -10,17 +10,30 @@ T = TypeVar("T")
 
 
 class HandlerEnded(Exception):
-    """A handler raised what would have ended its worker, or was cancelled by something that it awaited."""
+    """A handler raised what would have ended its worker, or was cancelled by itself or by something that it awaited."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"the handler ended with {error_text(error)}")
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Await a handler; whatever would end its worker is an error like any other: raises `HandlerEnded`."""
+    """Await a handler, in a task of its own, which it may cancel.
+
+    Whatever would end its worker is an error like any other: raises `HandlerEnded`.
+    """
+    try:
+        return await asyncio.create_task(_raising_errors(work))
+    except asyncio.CancelledError as error:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():
+            raise  # its worker is being stopped
+        raise HandlerEnded(error) from error
+
+
+async def _raising_errors(work: Awaitable[T]) -> T:
     try:
         return await work
-    except Exception:
+    except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:
-        current = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
-            raise  # its worker is being stopped
-        raise HandlerEnded(f"the handler ended with {error_text(error)}") from error
+        raise HandlerEnded(error) from error  # a task that raises it would end the loop

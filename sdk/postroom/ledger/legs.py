@@ -323,7 +323,7 @@ async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) 
     """Await a handler while its lease is renewed; where that is lost, cancels the handler and raises `LeaseLost`."""
     try:
         async with running.leases.holding(entry.claim):
-            return await asyncio.create_task(contained(work))  # a handler may cancel its own task
+            return await contained(work)
     except leases.LeaseLost as lost:
         raise LeaseLost.of_entry() from lost
 

@@ -183,6 +183,23 @@ async def test_what_would_end_the_process_is_a_failed_attempt(
     assert Witness.told == [(1, None), (2, f"HandlerEnded: the handler ended with {words}")]
 
 
+async def test_an_agent_that_cancels_its_own_task_is_a_failed_attempt(context: Context, tmp_path: Path):
+    class Cancelling(Witness):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            effects = await super().receive(envelope)
+            if self.attempt == 1:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                await asyncio.sleep(0)
+            return effects
+
+    await context.publish(["order-1"], order(0))
+    async with running_agent(context, tmp_path, Cancelling):
+        await settled(context)
+    assert Witness.told == [(1, None), (2, "HandlerEnded: the handler ended with CancelledError")]
+
+
 async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp_path: Path):
     class Waiting(Witness):
         async def receive(self, envelope: Envelope) -> list[Emit]:

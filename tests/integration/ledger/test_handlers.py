@@ -40,6 +40,13 @@ async def cancels_itself(_ctx: Context) -> None:
     raise asyncio.CancelledError
 
 
+async def cancels_its_task(_ctx: Context) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
 async def raises_no_exception(_ctx: Context) -> None:
     raise BaseException("odd")  # noqa: TRY002 - as somebody else's library may
 
@@ -72,6 +79,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "half_a_character": (half_a_character, r"ValueError: a\x00b \ud800"),
     "leaves": (leaves, "HandlerEnded: the handler ended with SystemExit: 3"),
     "cancels_itself": (cancels_itself, "HandlerEnded: the handler ended with CancelledError"),
+    "cancels_its_task": (cancels_its_task, "HandlerEnded: the handler ended with CancelledError"),
     "raises_no_exception": (raises_no_exception, "HandlerEnded: the handler ended with BaseException: odd"),
     "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
     "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
