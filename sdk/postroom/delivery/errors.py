@@ -106,9 +106,11 @@ def not_failing(source: str, key: str) -> NotFound:
 
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
-    """Refuse a replay that no consumer would take."""
-    detail = f"cannot replay {letter}: its consumer {consumer} does not consume {subject} now; start it first"
-    return Conflict.of("consumer_gone", detail)
+    """Refuse a replay that no consumer would take, or that the server would take for a request to itself."""
+    why = f"its consumer {consumer} does not consume {subject} now; start it first"
+    if not consumer:
+        why = f"no stream has its subject {subject}; declare one that has it, or drop the letter"
+    return Conflict.of("consumer_gone", f"cannot replay {letter}: {why}")
 
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:

@@ -292,17 +292,18 @@ class LetterOperations:
         if self._js is None:
             raise no_nats(f"replaying the dead letter {id_}")
         wanted = letter.consumer, letter.original_subject
-        if letter.consumer and wanted not in self._there:  # without one it is another program's, for all consumers
+        if wanted not in self._there:
             try:
                 stream = await self._js.find_stream_name_by_subject(letter.original_subject)
-                await self._js.consumer_info(stream, letter.consumer)
+                if letter.consumer:  # without one it is another program's, for all consumers
+                    await self._js.consumer_info(stream, letter.consumer)
             except NotFoundError:
                 self._there[wanted] = False
             except NATS_ERRORS as error:
                 raise from_nats(error, f"replaying the dead letter {id_}") from error
             else:
                 self._there[wanted] = True
-        if not self._there.get(wanted, True):
+        if not self._there[wanted]:
             raise consumer_gone(id_, letter.consumer, letter.original_subject)
         return letter
 

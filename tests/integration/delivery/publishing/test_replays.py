@@ -43,11 +43,13 @@ async def dead(office: Any) -> list[str]:
     return ids
 
 
-async def keep(office: Any, id_: str, *, consumer: str = "billing", payload: str | None = "{}") -> None:
+async def keep(
+    office: Any, id_: str, *, consumer: str = "billing", payload: str | None = "{}", subject: str | None = None
+) -> None:
     """Keep a letter as an agent does."""
     letter = DeadLetter(
         message_id=id_,
-        original_subject=f"{office.context}.event.order_placed.v1",
+        original_subject=subject or f"{office.context}.event.order_placed.v1",
         reason="poison",
         attempts=1,
         consumer=consumer,
@@ -167,3 +169,24 @@ async def test_a_page_costs_no_look_at_what_comes_after_it(office: Any) -> None:
                 break
     assert seen == found
     assert len(found) == 3120
+
+
+async def test_a_letter_of_a_subject_that_no_stream_has_asks_nothing_of_the_server(
+    office: Any, dead: list[str]
+) -> None:
+    """Anybody who may write dead letters would have an operator do so."""
+    purge = f"$JS.API.STREAM.PURGE.{office.stream}"
+    await office.js.publish(f"{office.context}.event.order_placed.v1", b"{}")
+    await keep(office, "forged", consumer="", subject=purge)
+    await keep(office, "unheard", consumer="", subject=f"{office.context}.never.declared")
+    found = await find(office)
+    outcomes = await settle(office, found)
+    failed = {
+        str(stored.letter.message_id): str(outcome)
+        for stored, outcome in zip(found, outcomes, strict=True)
+        if isinstance(outcome, PostroomError) and stored.letter
+    }
+    assert failed.keys() == {"forged", "unheard"}
+    assert all("no stream has" in sentence for sentence in failed.values())
+    assert len(await office.messages()) == len(dead) + 1
+    assert await notes(office) == sorted(dead)
