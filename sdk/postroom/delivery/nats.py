@@ -35,7 +35,8 @@ _log = structlog.get_logger(__name__)
 CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable server
-_HEADER_BYTES: Final = 16 * 1024  # reserved for the headers of a message, and for what is put around its payload
+MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
+_AROUND_BYTES: Final = 1024  # of what is put around a payload, and of headers that publishing adds
 _CLOSE_SECONDS: Final = 3.0
 _PINGS: Final = 2  # unanswered ones after which the server counts as unreachable
 
@@ -242,8 +243,8 @@ def connection_of(js: JetStreamContext) -> Client:
 
 
 def most_payload(js: JetStreamContext) -> int:
-    """Return how many bytes a message's payload may have, with any headers."""
-    return connection_of(js).max_payload - _HEADER_BYTES
+    """Return how many bytes a message's payload may have, with headers of `MOST_HEADER_BYTES`."""
+    return connection_of(js).max_payload - MOST_HEADER_BYTES - _AROUND_BYTES
 
 
 def api_subject(js: JetStreamContext, request: str) -> str:

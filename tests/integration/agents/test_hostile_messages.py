@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from support.agents import Counting, attempted, kept, place_orders, running_agent, settled
 from support.hostile import WAYS, Chunks, byte_writer, chunks, quiet_logs
 from support.jetstream import Context
+
+from postroom.agent import Agent, Emit, Envelope
 
 GOOD = [f"good-{number}" for number in range(20)]
 
@@ -41,3 +44,26 @@ async def test_whatever_arrives_is_stored_or_buried(context: Context, nats_url: 
     assert attempted(tmp_path).keys() <= {letter.message_id for letter in await context.letters()}
     async with running_agent(context, tmp_path) as again:  # its store can be read back
         assert again.runtime.position == len(kept(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["correlation", "entity"])
+async def test_a_message_whose_effects_would_have_more_headers_than_nats_takes_is_buried(
+    context: Context, tmp_path: Path, where: str
+):
+    class Naming(Agent):
+        name = "counting"
+        subjects = Counting.subjects
+
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            return [Emit("order_counted", entity_id=envelope.payload["entity"])]
+
+    entity, correlation = ("e" * 70_000, "c") if where == "entity" else ("e", "c" * 65_400)
+    headers = {"Nats-Msg-Id": "large", "X-Correlation-Id": correlation}
+    await context.js.publish(context.subject, json.dumps({"entity": entity}).encode(), headers=headers)
+    await context.publish(["small"], b'{"entity":"order-1"}')
+    async with running_agent(context, tmp_path, Naming, max_deliver=2):
+        await settled(context)
+    (letter,) = await context.letters()
+    assert letter.message_id == "large"
+    assert "the headers of 'order_counted' have" in str(letter.last_error)
+    assert len([event for event in kept(tmp_path) if event.role == "emitted"]) == 1

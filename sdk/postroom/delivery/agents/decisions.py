@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
 from postroom.chassis.handlers import contained
-from postroom.delivery.agents.envelopes import digest, later
+from postroom.delivery.agents.envelopes import digest, headers_of, later
 from postroom.delivery.agents.store import Owner, Record, Role, Tried, with_payload
+from postroom.delivery.nats import MOST_HEADER_BYTES
 from postroom.delivery.subjects import command_subject, event_subject
 from postroom.errors import InvalidMessage
 
@@ -117,6 +118,11 @@ class Emitter:
         if len(payload) > self._most_bytes:  # it could be stored, but never published
             detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream allows {self._most_bytes}"
             raise InvalidMessage.of("payload_too_large", detail, field="payload")
+        headers = sum(len(name) + len(text.encode()) for name, text in headers_of(envelope).items())
+        if headers > MOST_HEADER_BYTES:  # likewise
+            detail = f"the headers of {envelope.type!r} have {headers} bytes, at most {MOST_HEADER_BYTES} are allowed"
+            advice = "its entity_id, or the id or correlation id of the message that caused it, is too long"
+            raise InvalidMessage.of("headers_too_large", f"{detail}: {advice}")
         return Draft(role, subject, envelope, payload)
 
 
