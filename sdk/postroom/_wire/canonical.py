@@ -27,8 +27,8 @@ def encode(value: Any) -> bytes:
 def _canonical(value: Any) -> Any:
     """Return what msgspec writes as RFC 8785 wants it: keys in order, numbers as JavaScript prints them.
 
-    msgspec escapes strings by the same rules in a tenth of the time that the library takes, so that the largest value of
-    one sender does not delay the messages of others. Everything unusual is left to the library.
+    msgspec escapes strings by the same rules in a tenth of the time that the library takes, so that one sender's
+    largest value does not delay the messages of others. Everything unusual is left to the library.
     """
     kind = type(value)
     if not value and kind in _CONTAINERS:
