@@ -12,7 +12,7 @@ from aiohttp import web
 
 from broker.authentication import PRINCIPAL
 from broker.database import QUERIES, Database
-from broker.operator import each, keep_log
+from broker.operator import each, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.nouns import Result
 from postroom._wire.once import KEYS, KeptKey, KeyDetails, KeyName, KeyNote, KeyPage, KeysQuery, key_held, key_missing
@@ -62,6 +62,7 @@ class Keys:
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, KEYS.change)
+            refuse_mesh(asked)
             actor = request[PRINCIPAL].actor
             async with self._opened(request) as connection:
 

@@ -17,12 +17,12 @@ from nats.js import JetStreamContext
 from broker.authentication import PRINCIPAL, any_mesh
 from broker.database import QUERIES, Database
 from postroom._wire.administration import MeshQuery
-from postroom._wire.nouns import Failure, LogLine, LogPage, LogQuery, Noun
+from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.errors import NotFound, PostroomError, Problem, Unavailable
+from postroom.errors import InvalidMessage, NotFound, PostroomError, Problem, Unavailable
 
 READ: Final = (400, 401, 403, 404, 503)  # problems of a request that reads
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and of one that changes something
@@ -103,6 +103,13 @@ async def check_mesh(connection: Connection, mesh: str | None) -> None:
     """Raise `NotFound` where there is no such mesh: an empty list of its things would read as good news."""
     if mesh is not None and await connection.fetchval(QUERIES["find_mesh"], mesh) is None:
         raise missing("mesh", mesh)
+
+
+def refuse_mesh(asked: Change[Any]) -> None:
+    """Raise `InvalidMessage` where a mesh is named that would narrow nothing: things of every mesh would be changed."""
+    if asked.mesh is not None:
+        sentence = "this is about every mesh, whichever is named: omit `mesh`, and narrow the filter"
+        raise InvalidMessage.of("invalid_request", sentence, field="mesh")
 
 
 def missing(noun: str, name: str) -> NotFound:

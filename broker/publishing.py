@@ -10,7 +10,7 @@ from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.operator import BRIEFLY, PATIENCE, Nats, check_mesh, each, keep_lines, keep_log
+from broker.operator import BRIEFLY, PATIENCE, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
@@ -180,6 +180,7 @@ class Sources:
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, SOURCES.change)
+            refuse_mesh(asked)
             wanted = asked.filter
             try:
                 wanted.since = wanted.since.astimezone(UTC)

@@ -203,3 +203,13 @@ async def test_what_cannot_be_logged_is_not_done(broker: Any, postgres: Any) -> 
     finally:
         await postgres.execute("ALTER TABLE mesh.operator_log DROP CONSTRAINT no_more")
     assert "news" not in [topic["name"] for topic in (await broker.admin.get("/v1/topics", mesh="demo")).body["topics"]]
+
+
+async def test_a_mesh_that_would_narrow_nothing_is_refused(broker: Any) -> None:
+    for path, wanted in (
+        ("/v1/sources/redrive", {"since": "2026-01-01T00:00:00Z"}),
+        ("/v1/once/forget", {"keys": [{"tenant": "t", "topic": "t", "key": "k"}]}),
+    ):
+        asked = {"mesh": "demo", "reason": "x", "filter": wanted}
+        answer = await broker.admin.post(path, asked)
+        assert (answer.status, answer.code, answer.body.get("field")) == (400, "invalid_request", "mesh"), path
