@@ -143,6 +143,9 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
         _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column with each row's")
     if chosen.to is not None:
         parse_destination(chosen.to)
+    for option, directory in (("on_conflict", chosen.on_conflict), ("on_refused", chosen.on_refused)):
+        if directory != FAIL and directory.strip().lower() == FAIL:  # else the rows would go to a place called so
+            _refuse(option, f"the option `{option}` is {directory!r}: give `{FAIL}`, or a directory")
     target = chosen.to or f"column {chosen.to_column}"  # it does not depend on how the rows are cut into tasks
     plan = WritePlan(
         schema=schema,
