@@ -73,12 +73,6 @@ def first_barrier(path: Path, account: Account) -> Path | None:
     return next((step for step in [*reversed(path.parents), path] if not _may(step, account, stat.S_IXOTH)), None)
 
 
-def may_run(program: Path, account: Account) -> bool:
-    """Say whether `account` reaches, reads and runs `program`."""
-    real = program.resolve()
-    return first_barrier(real, account) is None and _may(real, account, stat.S_IROTH)
-
-
 def open_to_all(tree: Path) -> None:
     """Let every user read a tree of programs, enter its directories, and run what its owner may run."""
     for path in (tree, *tree.rglob("*")):
@@ -139,11 +133,11 @@ class EmbeddedPostgres(EmbeddedServer):
             if barrier is not None:
                 raise EmbeddedError(
                     f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to "
-                    f"{self.directory}: "
-                    "choose a directory that others may pass through (such as one in "
-                    f"/var/lib), or `chmod o+x {barrier}`"
+                    f"{self.directory}: choose a directory that others may pass through (such as one in /var/lib), or "
+                    f"`chmod o+x {barrier}`"
                 )
-            if not may_run(postgres_home() / "bin" / "postgres", account):
+            program = (postgres_home() / "bin" / "postgres").resolve()
+            if first_barrier(program, account) is not None or not _may(program, account, stat.S_IROTH):
                 self._copy_programs()
         self._own(self.directory / "run", account)
         if self.data_directory.exists():
@@ -157,13 +151,12 @@ class EmbeddedPostgres(EmbeddedServer):
             # Remove the lock file of a Postgres that was killed, once the last of its children has ended. Postgres
             # would take another process with the old pid for itself and refuse to start; and without waiting for the
             # children, two generations could write the same files.
-            lock = self.data_directory / "postmaster.pid"
             if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
                 pids = ", ".join(map(str, processes_in(self.data_directory)))
                 raise EmbeddedError(
                     f"processes that this directory did not start use {self.data_directory}: pid {pids}"
                 )
-            lock.unlink(missing_ok=True)
+            (self.data_directory / "postmaster.pid").unlink(missing_ok=True)
         else:
             self._create_cluster(account)
         self._write_config()

@@ -8,12 +8,11 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from postroom.chassis.ownership import replace_private
 
@@ -127,27 +126,6 @@ def tethered(
     program = Path(__file__).with_name("tether.py")
     tether = [sys.executable, "-I", "-S", str(program), str(os.getpid()), str(int(on_death)), str(uid), str(gid)]
     return [*tether, *command]
-
-
-def spawn(
-    command: Sequence[str],
-    *,
-    output: IO[bytes],
-    environment: Mapping[str, str],
-    on_death: signal.Signals = signal.SIGKILL,
-    account: Account | None = None,
-    directory: Path | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start `command` in a session of its own (a terminal's Ctrl-C does not reach it), tethered to this process."""
-    return subprocess.Popen(  # noqa: S603 - the caller's own words, no shell
-        tethered(command, on_death=on_death, account=account),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=dict(environment),
-        cwd=directory,
-        start_new_session=True,
-    )
 
 
 def processes_in(directory: Path) -> Iterator[int]:

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO, ClassVar
 
-from embedded.processes import Account, EmbeddedError, ProcessIdentity, spawn
+from embedded.processes import Account, EmbeddedError, ProcessIdentity, tethered
 from postroom.chassis.ownership import open_private
 
 START_SECONDS = 120.0  # a Postgres that was killed replays its log first
@@ -85,15 +85,10 @@ class EmbeddedServer(ABC):
             with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 process = self.process or self._launch()
-                deadline = time.monotonic() + START_SECONDS
-                while not self._ready(process):
-                    if not process.alive:
-                        raise self.failure()
-                    if time.monotonic() > deadline:
-                        raise EmbeddedError(
-                            f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}"
-                        )
-                    time.sleep(_POLL_SECONDS)
+                if not wait_until(lambda: self._ready(process) or not process.alive, START_SECONDS):
+                    raise EmbeddedError(f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}")
+                if not process.alive:
+                    raise self.failure()
         return self.url
 
     def stop(self) -> None:
@@ -113,13 +108,14 @@ class EmbeddedServer(ABC):
         self._reap()
         self._prepare()
         with self.open_log() as log:
-            self._child = spawn(
-                self._command(),
-                output=log,
-                environment=self._environment(),
-                on_death=self.on_death,
-                account=self._account(),
-                directory=self.directory,
+            self._child = subprocess.Popen(  # noqa: S603 - our own words, no shell
+                tethered(self._command(), on_death=self.on_death, account=self._account()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                cwd=self.directory,
+                start_new_session=True,  # a terminal's Ctrl-C does not reach it
             )
         process = ProcessIdentity.of(self._child.pid)
         if process is None:  # it has ended, and was reaped elsewhere
