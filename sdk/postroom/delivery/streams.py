@@ -159,38 +159,39 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
     a program consumes under the name right now; `NotFound` without the stream.
     """
     name = f"{settings.stream}/{settings.durable}"
+    wanted = _consumer_config(settings)
     try:
         try:
             found = await js.consumer_info(settings.stream, settings.durable)
         except NotFoundError:
-            await _create_consumer(js, settings)
-            _log.info("consumer_created", consumer=name, filter_subjects=filters_of(_consumer_config(settings)))
+            await _create_consumer(js, settings.stream, wanted)
+            _log.info("consumer_created", consumer=name, filter_subjects=filters_of(wanted))
             return Reconciled(name, "created")
-        changes = list(_consumer_changes(found.config, settings))
+        changes = list(_consumer_changes(found.config, wanted))
         _refuse(f"consumer {name}", changes)
         if found.num_waiting and any(change.text.startswith(_FILTER) for change in changes):
             raise name_taken(f"consumer {name}: {'; '.join(change.text for change in changes)}")
         if changes:
-            await js.add_consumer(settings.stream, _changed(found.config, _consumer_config(settings)))
+            await js.add_consumer(settings.stream, _changed(found.config, wanted))
             _log.info("consumer_changed", consumer=name, changes=[change.text for change in changes])
     except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the consumer {name}") from error
     return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
 
 
-async def _create_consumer(js: JetStreamContext, settings: ConsumerSettings) -> None:
+async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:
     try:
-        await js.add_consumer(settings.stream, _consumer_config(settings))
+        await js.add_consumer(stream, wanted)
     except APIError as error:
         if error.err_code not in _OVERLAPPING:
             raise
-        wanted = filters_of(_consumer_config(settings))
+        subjects = filters_of(wanted)
         others = [
             f"{info.name} has {', '.join(filters_of(info.config))}"
-            for info in await all_consumers(js, settings.stream)
-            if any(overlap(subject, other) for subject in wanted for other in filters_of(info.config))
+            for info in await all_consumers(js, stream)
+            if any(overlap(subject, other) for subject in subjects for other in filters_of(info.config))
         ]
-        raise subjects_taken(settings.durable, settings.stream, wanted, others) from error
+        raise subjects_taken(str(wanted.durable_name), stream, subjects, others) from error
 
 
 async def all_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
@@ -285,8 +286,7 @@ def _stream_config(settings: StreamSettings) -> StreamConfig:
     return _capped(config)
 
 
-def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iterator[_Change]:
-    wanted = _consumer_config(settings)
+def _consumer_changes(found: ConsumerConfig, wanted: ConsumerConfig) -> Iterator[_Change]:
     if found.ack_policy != AckPolicy.EXPLICIT or found.deliver_subject:
         yield _Change("it is not a pull consumer with explicit acks", loses=True)
     for name in ("ack_wait", "max_deliver", "max_ack_pending"):

@@ -122,7 +122,13 @@ async def owner_of(database: Path) -> Owner:
 
 async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, Memory]:
     """Build the agent's state from its store alone; raises `Differs` where the store was altered."""
-    return await _read(database, partial(_replay, agent_class))
+
+    def read(owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:
+        agent = agent_class()
+        agent.tenant, agent.workspace = owner.tenant, owner.workspace
+        return owner, rebuild(agent, empty(agent), read_events(db))
+
+    return await _read(database, read)
 
 
 async def verify(database: Path) -> Verified:
@@ -227,12 +233,6 @@ def _story_subject(context: str, durable: str) -> str:
     return f"postroom.story.{context}.{durable}"
 
 
-def _replay(agent_class: type[Agent[Any]], owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:
-    agent = agent_class()
-    agent.tenant, agent.workspace = owner.tenant, owner.workspace
-    return owner, rebuild(agent, empty(agent), read_events(db))
-
-
 def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
     head, difference = read_head(db), None
     position, state_hash = 0, NO_HASH
@@ -256,21 +256,21 @@ def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
 async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
     if not database.exists():  # noqa: ASYNC240 - before anything else runs
         raise Fatal(Exit.NOT_FOUND, f"there is no event store {database}")
+
+    def owned(db: sqlite3.Connection) -> T:
+        owner = read_owner(db)
+        if owner is None:
+            raise Fatal(Exit.NOT_FOUND, f"{database} has not been used by an agent yet")
+        return read(owner, db)
+
     try:
         connection = await Connection.open(partial(open_reader, database))
         try:
-            return await connection.run(lambda db: in_snapshot(db, lambda: _owned(db, database, read)))
+            return await connection.run(lambda db: in_snapshot(db, lambda: owned(db)))
         finally:
             await connection.close()
     except sqlite3.Error as error:
         raise Fatal(Exit.FAILED, f"cannot read {database}: {error}") from error
-
-
-def _owned(db: sqlite3.Connection, database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
-    owner = read_owner(db)
-    if owner is None:
-        raise Fatal(Exit.NOT_FOUND, f"{database} has not been used by an agent yet")
-    return read(owner, db)
 
 
 async def republish(database: Path, since: datetime, *, reason: str, dry_run: bool = False) -> int:

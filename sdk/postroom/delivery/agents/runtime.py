@@ -279,22 +279,18 @@ class AgentRuntime:
                 group.outgoing += [stored(row) for row in await self._store.unpublished_of(known)]
         return group
 
-    def _put_back(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            heapq.heappush(self._jobs, job)
-            self._wake.set()
-
     async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         now = asyncio.get_running_loop().time
         due = now() + self._settings.group_seconds
         for index, job in enumerate(jobs):
-            if index and now() > due:
-                self._fitting = index
-                self._put_back(jobs[index:])
-                return
+            late = now() > due
             # a message that a process ended during begins a group, so that it takes nothing uncommitted with it
-            if index and group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT:
-                self._put_back(jobs[index:])
+            if index and (late or group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT):
+                if late:
+                    self._fitting = index
+                for later in jobs[index:]:
+                    heapq.heappush(self._jobs, later)
+                self._wake.set()
                 return
             known = given.found.get(index) or group.find(keys[index])
             if known is None:

@@ -271,7 +271,12 @@ class Store:
 
     async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Stored | None:
         """Commit a dead letter, unless it is known; return it where it is not marked published."""
-        work = partial(_keep_letter, (letter_id, subject, record))
+
+        def work(db: sqlite3.Connection) -> Stored | None:
+            db.execute(QUERIES["keep_letter"], (letter_id, subject, record))
+            row = db.execute(QUERIES["find_letter"], (letter_id,)).fetchone()
+            return row and Stored(*row)
+
         return await self._file.write(work, len(record) + _EVENT_BYTES)
 
     async def requeue_lost(self, search: Search) -> int:
@@ -387,12 +392,6 @@ def _append(changes: Changes, db: sqlite3.Connection) -> None:
         db.execute(QUERIES["forget_old_attempts"], (changes.failed[-1].failed_at - _ATTEMPTS_KEPT,))
     if changes.handled:
         db.execute(QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
-
-
-def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stored | None:
-    db.execute(QUERIES["keep_letter"], letter)
-    row = db.execute(QUERIES["find_letter"], letter[:1]).fetchone()
-    return row and Stored(*row)
 
 
 def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:

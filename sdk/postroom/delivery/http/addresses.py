@@ -11,7 +11,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any, Final, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
@@ -80,7 +80,8 @@ class Guard:
 
     def refusal(self, address: str) -> str | None:
         """Return what kind of address it is where it is not allowed; None where it is."""
-        found = _unmapped(ip_address(address))
+        found = ip_address(address)
+        found = getattr(found, "ipv4_mapped", None) or found  # the IPv4 address that an IPv4-mapped IPv6 address means
         if any(found in network for network in self._allowed):
             return None
         kind = next((name for network, name in _NAMED.items() if found in network), None)
@@ -134,11 +135,6 @@ def _split(url: str) -> SplitResult:
     if parts.username is not None:
         raise _invalid("a webhook's address must not contain credentials: its requests are signed with the secret")
     return parts
-
-
-def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """Return the IPv4 address that an IPv4-mapped IPv6 address means."""
-    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _invalid(sentence: str) -> InvalidMessage:

@@ -361,7 +361,9 @@ class Link:
         if not messages:
             return []
         streams, given = [self.streams.of(message.subject) for message in messages], self._given.copy()
-        answers = await self._send_as_one(messages) if _is_for_one_batch(streams) else None
+        first, is_one = streams[0], streams.count(streams[0]) == len(streams)
+        atomic = is_one and len(streams) in _ATOMIC and first is not None and first.atomic
+        answers = await self._send_as_one(messages) if atomic else None
         if answers is None:
             answers = await self._send(messages, [message.headers for message in messages], answers=len(messages))
         self._given.update({answer.stream: answer.seq for answer in answers if answer is not None and _is_new(answer)})
@@ -416,11 +418,6 @@ class Link:
                 # Without data it is the server's own answer: no subscriber has that subject.
                 missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
                 batch.answer(number - batch.first, _decode_ack(reply.data) if reply.data else missing)
-
-
-def _is_for_one_batch(streams: Sequence[StreamPicture | None]) -> bool:
-    first = streams[0]
-    return len(streams) in _ATOMIC and first is not None and first.atomic and streams.count(first) == len(streams)
 
 
 def _failure(description: str) -> _Ack:
