@@ -286,9 +286,17 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
     An error that is not a `Fault` becomes `HandlerFailed`, and the lease is given up, so that the next attempt need not
     wait.
     """
+    flow = running.flow.name
+    span = spans.processing(
+        spans.COMPLETION if completion else spans.LEG_1 if isinstance(entry, Leg1) else spans.LEG_2,
+        flow if completion else f"{entry.name} of {flow}",
+        None if isinstance(entry, Leg1) else entry.guid,
+        entry.traceparent,
+        attributes={"postroom.job": str(entry.job), "postroom.activity": str(entry.activity)},
+    )
     try:
         async with AsyncExitStack() as stack:
-            stack.enter_context(_span(running.flow.name, entry, completion=completion))
+            stack.enter_context(span)
             step = StepTransaction(running.pool, stack)
             try:
                 yield step
@@ -305,18 +313,6 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
         except POSTGRES_ERRORS as away:
             _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself
         raise failed from error
-
-
-def _span(flow: str, entry: Leg1 | Leg2, *, completion: bool) -> spans.Span:
-    """Begin the span of a step, in which its handler runs."""
-    step = spans.COMPLETION if completion else spans.LEG_1 if isinstance(entry, Leg1) else spans.LEG_2
-    return spans.processing(
-        step,
-        flow if completion else f"{entry.name} of {flow}",
-        None if isinstance(entry, Leg1) else entry.guid,
-        entry.traceparent,
-        attributes={"postroom.job": str(entry.job), "postroom.activity": str(entry.activity)},
-    )
 
 
 async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
