@@ -123,11 +123,8 @@ async def open_agent(
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
             await answer_stories(nats, config.tenant, config.consumer(agent).durable, database(directory))
         except PostroomError as error:
-            raise Fatal(_exit(error), str(error)) from error
+            code = Exit.UNAVAILABLE if error.retryable else Exit.CONFIG
+            if error.code == "stream_not_found":  # the worker that declares it may still be starting
+                code = Exit.TRY_AGAIN
+            raise Fatal(code, str(error)) from error
         yield RunningAgent(agent=agent_name(agent), config=config, nats=nats, runtime=runtime, consumers=consumers)
-
-
-def _exit(error: PostroomError) -> Exit:
-    if error.code == "stream_not_found":  # the worker that declares it may still be starting
-        return Exit.TRY_AGAIN
-    return Exit.UNAVAILABLE if error.retryable else Exit.CONFIG

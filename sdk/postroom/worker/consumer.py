@@ -1,6 +1,6 @@
 """A consumer with an HTTP handler: connections, inbox, calls and sweep, by its section of the config."""
 
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -13,18 +13,12 @@ from prometheus_client.core import Metric
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, close_pool
-from postroom.delivery.consumer import Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import PostingConsumer
-from postroom.delivery.http.inbox_messages import (
-    Backlog,
-    get_inbox_backlog,
-    open_inbox_pool,
-)
+from postroom.delivery.http.inbox_messages import Backlog, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.nats import connect
 from postroom.delivery.programs import latency_totals
-from postroom.delivery.settings import NatsSettings, StreamSettings
 from postroom.delivery.streams import ensure_stream
 from postroom.errors import Conflict, PostroomError
 from postroom.worker.config import ConsumerSection, WorkerConfig
@@ -114,8 +108,16 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
         stack.push_async_callback(client.close)
         pool = await open_inbox_pool(config.database_url or worker.database, name=name, connections=config.connections)
         stack.push_async_callback(close_pool, pool)
-        nats = await _connected(worker.nats, config.streams, name)
+        try:
+            nats = await connect(worker.nats, name=name, patience=_NATS_PATIENCE)
+        except PostroomError as error:
+            raise Fatal(Exit.UNAVAILABLE, str(error)) from error
         stack.push_async_callback(nats.close)
+        try:
+            for stream in config.streams:
+                await ensure_stream(nats.jetstream(), stream)
+        except PostroomError as error:
+            raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
         # The calls are limited, not the batches: one slow call holds up no other message.
         unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
         consumer = PostingConsumer(
@@ -128,30 +130,10 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
             keep=config.inbox,
             stream=config.stream,
         )
-        await _declare(consumer)
+        try:
+            await consumer.declare()
+        except Conflict as error:
+            raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
+        except PostroomError as error:  # the stream is not declared yet, or NATS is not ready: `run` tries again
+            _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
         yield HttpConsumer(config=config, pool=pool, nats=nats, consumer=consumer)
-
-
-async def _declare(consumer: Consumer) -> None:
-    """Create the consumer or change it to its settings; raises `Fatal` where that is not allowed."""
-    try:
-        await consumer.declare()
-    except Conflict as error:
-        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
-    except PostroomError as error:  # the stream is not declared yet, or NATS is not ready: `run` tries again
-        _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
-
-
-async def _connected(settings: NatsSettings, streams: Sequence[StreamSettings], name: str) -> Client:
-    """Connect to NATS and declare the streams."""
-    try:
-        nats = await connect(settings, name=name, patience=_NATS_PATIENCE)
-    except PostroomError as error:
-        raise Fatal(Exit.UNAVAILABLE, str(error)) from error
-    try:
-        for stream in streams:
-            await ensure_stream(nats.jetstream(), stream)
-    except PostroomError as error:
-        await nats.close()
-        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
-    return nats

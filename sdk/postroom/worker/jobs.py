@@ -308,13 +308,7 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
             stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
         except NotFoundError:
             return  # it is not declared yet: the next look will find it
-        handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
-        consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
-        self.begin((place.flow, place.mesh), consumer)
-        _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
-
-    def _consumer(self, stream: str, place: Place) -> ConsumerSettings:
-        return ConsumerSettings(
+        settings = ConsumerSettings(
             stream=stream,
             durable=PREFIX + place.flow,
             filter_subjects=[f"{place.mesh}.event.>"],
@@ -323,3 +317,7 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
             batches_at_once=_IN_HAND,  # the steps are limited: a slow one holds up no other
             since=place.since - CLOCK_SKEW,
         )
+        handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
+        consumer = Consumer(js, settings, handler, RecordedLetters(self._pool, place.mesh))
+        self.begin((place.flow, place.mesh), consumer)
+        _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
