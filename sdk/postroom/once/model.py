@@ -9,10 +9,8 @@ A `PENDING` key is renewed by its owner, or taken over once its lease has run ou
 attempt gets its result (docs/contract/delivery.md#delivery-69 to delivery-74).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol, Self, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries
@@ -112,7 +110,7 @@ class KeyHeld(Conflict):
     """Another worker holds the key and did not end in time: try the message again, `retry_after` at the latest."""
 
     @classmethod
-    def by_another(cls, scope: Scope, held: Held) -> KeyHeld:
+    def by_another(cls, scope: Scope, held: Held) -> Self:
         """Build the error for a key that stayed `held`."""
         return cls.of(
             "key_held",
@@ -126,7 +124,7 @@ class LeaseLost(Conflict):
     """The lease ran out, or another worker settled the key: what this worker did is not recorded as done."""
 
     @classmethod
-    def of_scope(cls, scope: Scope) -> LeaseLost:
+    def of_scope(cls, scope: Scope) -> Self:
         """Build the error for `scope`."""
         detail = f"the lease on {scope} has expired: another worker may have taken it over: try again"
         return cls.of("lease_lost", detail)
