@@ -4,17 +4,13 @@ It uses `df.write.format("postroom")` (docs/spark.md). The id columns make a sec
 same ids, and are duplicates.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from pyspark.sql import DataFrame, SparkSession
 
 from pipeline.runner import Outcome, Struct, submitted
 from postroom.spark.formats import Sink
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _OF_READING: Final = frozenset({"input", "format"})
 

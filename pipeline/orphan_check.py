@@ -4,13 +4,12 @@ It finds what `postroom broker orphan-check` finds, for databases where one stat
 read in one snapshot, so that it may run during accepts and sweeps. It writes nothing.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 from uuid import UUID
 
 import msgspec
+from pyspark.sql import DataFrame, SparkSession
 
 from pipeline.runner import Database, Outcome, submitted
 from pipeline.tables import Snapshot, columns, read_table, snapshot
@@ -18,9 +17,6 @@ from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
 from postroom.worker.orphans import Violation
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _SQL: Final = load_queries("pipeline", "orphan_check.sql")
 _ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)

@@ -4,20 +4,16 @@ It writes `pipeline.rate_limit_counter`. A second run changes nothing: a window'
 is kept.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
+from pyspark.sql import SparkSession
 
 from broker.config import LimiterConfig
 from pipeline.runner import History, Outcome, submitted
 from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _COLUMNS = "mesh STRING, sender STRING, accepted_at TIMESTAMP"
 _KEY = ("mesh", "member", "window_seconds", "window_start")

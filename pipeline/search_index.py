@@ -4,17 +4,14 @@ A second run adds what is missing, and deletes the words of messages that retent
 a message may not be kept as an index either.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from pyspark.sql import SparkSession
 
 from pipeline.runner import History, Outcome, submitted
 from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _COLUMNS: Final = "mesh", "history_id", "broker_message_id", "sender", "to", "accepted_at", "body"
 

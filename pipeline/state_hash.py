@@ -4,22 +4,18 @@ Each chain is computed by one task, with the code of `postroom agent verify`; st
 files are only read; on a cluster they have to be where the executors see them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from pyspark.sql import SparkSession
 
 from pipeline.runner import Outcome, Struct, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.replay import verify
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 _COLUMNS: Final = (
     "store STRING, agent STRING, tenant STRING, workspace STRING, position LONG, state_hash STRING, why STRING"
