@@ -228,9 +228,9 @@ class Flow:
             raise _invalid(f"the flow cannot be named {name!r}: that name is reserved for writes of Spark")
         self.name = name
         self.threshold = threshold
+        self.completion: Handler | None = None  # the function that runs once per job, at the end, if the flow has one
+        self.completion_policy: RetryPolicy | None = None  # how often that is tried; None leaves it to the engine
         self._activities: dict[str, Activity] = {}
-        self._completed: Handler | None = None
-        self._completion_policy: RetryPolicy | None = None
 
     @overload
     def activity(self, function: Handler, /) -> Activity: ...
@@ -294,22 +294,12 @@ class Flow:
             return activity
         raise _invalid(f"the flow {self.name!r} has no activity: write one with @flow.activity")
 
-    @property
-    def completion(self) -> Handler | None:
-        """The function that runs once per job, at the end, if the flow has one."""
-        return self._completed
-
-    @property
-    def completion_policy(self) -> RetryPolicy | None:
-        """How often the completion is tried; None leaves it to the engine."""
-        return self._completion_policy
-
     def _complete(self, function: Handler, retry_policy: RetryPolicy | None) -> Handler:
-        if self._completed is not None:
+        if self.completion is not None:
             raise _invalid(f"the flow {self.name!r} has two completion handlers: remove one")
         _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
         _check_policy(f"the completion of {self.name!r}", retry_policy)
-        self._completed, self._completion_policy = function, retry_policy
+        self.completion, self.completion_policy = function, retry_policy
         return function
 
     def _add(self, function: Handler, name: str | None, options: dict[str, Any]) -> Activity:
