@@ -346,11 +346,12 @@ class Calls:
 
 
 def _json(value: Any) -> bytes:
-    """Write the body of a request; refuses what JSON can't say: a filter by NaN would mean everything."""
+    """Encode the body of a request; refuses what JSON cannot represent: a filter by NaN would match everything."""
     try:
         return to_json(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage.of("invalid_json", f"the request cannot be written as JSON: {error}") from error
+        detail = f"the request cannot be written as JSON: {error}; give text, finite numbers, True, False and None"
+        raise InvalidMessage.of("invalid_json", detail) from error
 
 
 def to_parameters(query: msgspec.Struct) -> dict[str, str]:
