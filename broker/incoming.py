@@ -29,10 +29,10 @@ from postroom._wire.message import (
     refuse_duplicate_keys,
     refuse_too_many_values,
 )
+from postroom._wire.names import FINGERPRINT, in_words
 from postroom.chassis.postgres import uuid_of
 from postroom.errors import InvalidMessage, Problem
 
-_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
@@ -184,8 +184,8 @@ def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
     if not is_client_message_id(item.client_message_id):
         sentence = f"client_message_id is not an id: {ID_RULE}"
         return _malformed(position, item.client_message_id[:MAX_ID_LENGTH], "invalid_client_message_id", sentence)
-    if _FINGERPRINT.fullmatch(item.request_fingerprint) is None:
-        sentence = "request_fingerprint is not a sha-256 in 64 lower-case hex digits"
+    if not FINGERPRINT.allows(item.request_fingerprint):
+        sentence = f"request_fingerprint is not {FINGERPRINT.words}"
         return _malformed(position, item.client_message_id, "invalid_fingerprint", sentence)
     return Item(position, item.client_message_id, bytes.fromhex(item.request_fingerprint), item.message)
 
@@ -248,7 +248,7 @@ def _mentions(meta: dict[str, Any]) -> list[str]:
     try:
         return sorted(set(msgspec.convert(meta["mentions"], _Mentions)))
     except msgspec.ValidationError as error:
-        refuse("invalid_mention", f"meta.mentions is not a list of members: {error}", "meta.mentions")
+        refuse("invalid_mention", f"meta.mentions is not a list of members: {in_words(str(error))}", "meta.mentions")
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:

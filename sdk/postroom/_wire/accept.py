@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from postroom._wire.message import Envelope
+from postroom._wire.names import FINGERPRINT, MESSAGE_ID
 from postroom.errors import Problem
 
 DEDUPE_MODES = ("retention_scoped", "permanent")
@@ -12,7 +13,7 @@ MIN_DEDUPE_DAYS = 7  # docs/contract/accept.md#accept-3: a daemon tries for days
 MAX_BATCH = 1000  # messages in one accept request
 OVERLOADED = "overloaded"  # code of a 503 by a broker that has as much at work as it takes: it works, ask for less
 
-Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
+Fingerprint = Annotated[str, msgspec.Meta(pattern=FINGERPRINT.schema)]
 
 
 class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class AcceptBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class SentMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A message in a look-up: its id and its fingerprint (64 hex digits)."""
 
-    client_message_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:~-]{1,128}$(?!\\n)")]
+    client_message_id: Annotated[str, msgspec.Meta(pattern=MESSAGE_ID.schema)]
     request_fingerprint: Fingerprint
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from postroom._wire.message import DestinationKind, Priority
 from postroom._wire.moment import Moment, check_moments
-from postroom._wire.names import MESH, OPERATOR, QUEUE, SNAKE, WORD
+from postroom._wire.names import MESH, OPERATOR, QUEUE, SNAKE, URL, WORD
 
 Role = Literal["member", "admin"]
 OperatorRole = Literal["look", "repair", "administer"]  # each may do what the one before may
@@ -163,7 +163,7 @@ class CreateWebhook(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str,
         msgspec.Meta(
             max_length=MAX_URL,
-            pattern=r"^https?://[!-~]+$(?!\n)",
+            pattern=URL.schema,
             description="where the topic's messages are posted to: http or https, a public address, no credentials",
         ),
     ]

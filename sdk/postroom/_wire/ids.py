@@ -15,7 +15,7 @@ MAX_ID_LENGTH: Final = 128  # characters
 ID_RULE: Final = f"1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
 _PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
-_CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
+CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
 def now_ms() -> int:
@@ -98,7 +98,7 @@ def ulid_of(number: int) -> str:
 
 def is_client_message_id(text: str) -> bool:
     """Return whether `text` may be an id (docs/contract/send.md#send-29)."""
-    return _CLIENT_MESSAGE_ID.fullmatch(text) is not None
+    return CLIENT_MESSAGE_ID.fullmatch(text) is not None
 
 
 def context_of(subject: str) -> str:

@@ -14,8 +14,7 @@ from uuid import UUID
 import msgspec
 
 from postroom._wire.administration import Slug
-from postroom._wire.message import TRACEPARENT
-from postroom._wire.names import WORD
+from postroom._wire.names import TRACE, WORD
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import Age
 from postroom._wire.programs import Trouble
@@ -24,7 +23,7 @@ from postroom._wire.words import counted
 JobState = Literal["running", "closed", "completed", "failed", "cancelled"]
 
 Name = Annotated[str, msgspec.Meta(pattern=WORD.schema, description="lower-case letters, digits, `_` and `-`")]
-Trace = Annotated[str, msgspec.Meta(pattern=rf"^{TRACEPARENT.pattern}$(?!\n)")]
+Trace = Annotated[str, msgspec.Meta(pattern=TRACE.schema)]
 
 
 class StartJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
 from postroom._wire.ids import ID_RULE, is_client_message_id, new_id
-from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, WORD, Rule, in_words
+from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, TRACE, WORD, Rule, in_words
 from postroom.errors import InvalidMessage
 from postroom.retry_policy import check_retry_policy
 
@@ -39,7 +39,7 @@ _LEAST_MEMBER: Final = len('"to":"",')
 
 _RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
 _LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
-TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+TRACEPARENT: Final = TRACE.pattern
 _NO_TRACE: Final = re.compile(r"ff|..-0{32}|..-.{32}-0{16}")  # of this form: a version that is none, an id that is none
 
 

@@ -1,4 +1,4 @@
-"""Names, and the reasons of operators: what each may be, as a pattern and in words (docs/contract/send.md#send-102).
+"""Names, and other texts with a rule: what each may be, as a pattern and in words (docs/contract/send.md#send-102).
 
 What can be created can be written to, so the rules of administration are those of destinations. The constraints of the
 tables are a second line of defence.
@@ -7,6 +7,7 @@ tables are a second line of defence.
 import re
 from typing import Final, Literal, NamedTuple
 
+from postroom._wire.ids import CLIENT_MESSAGE_ID, ID_RULE
 from postroom.errors import InvalidMessage
 
 MAX_NAME: Final = 64  # characters of a name, or of a queue's segment
@@ -41,6 +42,13 @@ SUBJECTS: Final = Rule(  # of NATS: one subject, or a pattern for several
     "words joined by dots, `*` for any one word, a last `>` for one or more",
 )
 REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
+MESSAGE_ID: Final = Rule(CLIENT_MESSAGE_ID, ID_RULE)
+FINGERPRINT: Final = Rule(re.compile("[0-9a-f]{64}"), "a sha-256 in 64 lower-case hex digits")
+TRACE: Final = Rule(
+    re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    "00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)",
+)
+URL: Final = Rule(re.compile("https?://[!-~]+"), "an address that begins with http:// or https:// and has no spaces")
 
 _WHOSE: Final = {
     "mesh": ("a mesh's", MESH),
@@ -64,7 +72,7 @@ def in_words(sentence: str) -> str:
     for what, rule in (
         *(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE)),
         ("a subject: ", SUBJECTS),
-        ("", REASON),
+        *(("", rule) for rule in (REASON, MESSAGE_ID, FINGERPRINT, TRACE, URL)),
     ):
         sentence = sentence.replace(f"`str` matching regex {rule.schema!r}", what + rule.words)
     return sentence

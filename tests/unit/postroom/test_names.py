@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom._wire.administration import CreateMember, CreateMesh, CreateOperator, CreateQueue, CreateTopic, Subscribe
+from postroom._wire.accept import SentMessage
+from postroom._wire.administration import (
+    CreateMember,
+    CreateMesh,
+    CreateOperator,
+    CreateQueue,
+    CreateTopic,
+    CreateWebhook,
+    Subscribe,
+)
 from postroom._wire.jobs import StartJob
 from postroom._wire.names import in_words
 from postroom._wire.operations import ReasonRequest
@@ -25,6 +34,10 @@ from postroom._wire.operations import ReasonRequest
         (Subscribe, {"member": "*"}, "Expected a name: .*, `_` or `-` - at"),
         (ReasonRequest, {"reason": " "}, "Expected a text that is not blank .* - at `\\$.reason`"),
         (StartJob, {"mesh": "sea", "flow": "Export"}, "Expected a name: .* - at `\\$.flow`"),
+        (StartJob, {"traceparent": "00-0"}, "Expected 00-<32 hex digits>.* - at `\\$.traceparent`"),
+        (CreateWebhook, {"url": "ftp://here"}, "Expected an address that begins with http://"),
+        (SentMessage, {"client_message_id": "a b"}, "Expected 1 to 128 characters of"),
+        (SentMessage, {"request_fingerprint": "A" * 64}, "Expected a sha-256 in 64 lower-case hex digits"),
     ],
 )
 def test_the_rule_of_a_name_stands_where_the_pattern_stood(kind: Any, body: dict[str, str], words: str) -> None:
