@@ -33,6 +33,7 @@ from postroom.delivery.settings import NatsSettings
 _log = structlog.get_logger(__name__)
 
 CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
+FROM_A_STREAM: Final = "$JS.ACK."  # how the reply subject of a message from a stream begins: there it is acknowledged
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable server
 MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
@@ -46,7 +47,7 @@ UNREADABLE_SUBJECT: Final = "Postroom-Unreadable-Subject"  # base64 of a subject
 _LINES: Final = rb"\r\n(?:[^:\x00-\x1f\x7f]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)*\r\n"
 _STORED_BLOCK: Final = re.compile(rb"NATS/1\.0" + _LINES)
 _SERVER_BLOCK: Final = re.compile(rb"NATS/1\.0(?: +\d\d\d[^\r\n]*)?" + _LINES)  # a status is the server's to say
-_STORED: Final = b"$JS.ACK."  # where a message that comes out of a stream is acknowledged
+_STORED: Final = FROM_A_STREAM.encode()
 _MESSAGES: Final = (b"MSG ", b"HMSG ")
 _END: Final = b"\r\n"
 

@@ -25,7 +25,7 @@ from nats.js.errors import NotFoundError
 from postroom._wire.words import counted
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
-from postroom.delivery.nats import api_subject, connection_of, end_if_cancelled
+from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
@@ -42,7 +42,6 @@ WATCH_SECONDS: Final = 30.0  # between two checks whether waiting messages are d
 _NANOSECONDS: Final = 1_000_000_000
 _BUFFER_MESSAGES: Final = 1_000_000  # held by the client; the real limit is what was asked for
 
-_FROM_A_STREAM: Final = "$JS.ACK."  # how the subject begins on which a stream's message is acknowledged
 _HEARTBEAT: Final = "100"
 _EXPIRED: Final = frozenset({"404", "408"})  # a request ended, and nothing is wrong
 
@@ -238,7 +237,7 @@ class Pull:
 
     async def _arrived(self, message: Msg) -> None:
         self._heard = _now()
-        if message.reply.startswith(_FROM_A_STREAM):
+        if message.reply.startswith(FROM_A_STREAM):
             self._asked = max(0, self._asked - 1)
             if self._epoch is not None:
                 self._receive(message, self._epoch)

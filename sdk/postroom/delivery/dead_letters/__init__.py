@@ -23,7 +23,7 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept
 from postroom.delivery.message import EPOCH, MESSAGE_ID, Delivery, json_object, message_id_of
-from postroom.delivery.nats import api_subject, connection_of
+from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, known_subject, stream_name
 
@@ -182,7 +182,7 @@ async def read_letters(
                 await connection.publish(asked, msgspec.json.encode(request), reply=pages.subject)
                 for _ in range(min(_PAGE, left)):
                     message = await pages.next_msg(timeout=_SECONDS)
-                    if not message.reply.startswith("$JS.ACK."):  # the rest was deleted meanwhile
+                    if not message.reply.startswith(FROM_A_STREAM):  # the rest was deleted meanwhile
                         left = 0
                         break
                     left = message.metadata.num_pending
