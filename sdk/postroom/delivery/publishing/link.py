@@ -367,7 +367,7 @@ class Link:
         if answers is None:
             answers = await self._send(messages, [message.headers for message in messages], answers=len(messages))
         self._given.update({answer.stream: answer.seq for answer in answers if answer is not None and _is_new(answer)})
-        if any(_made_anew(answer, stream, given) for answer, stream in zip(answers, streams, strict=True)):
+        if any(_recreated(answer, stream, given) for answer, stream in zip(answers, streams, strict=True)):
             await self.streams.refresh(self.js)
             streams = [self.streams.of(message.subject) for message in messages]
         return [_result(answer, stream) for answer, stream in zip(answers, streams, strict=True)]
@@ -428,7 +428,7 @@ def _is_new(answer: _Ack) -> bool:
     return answer.error is None and not answer.duplicate
 
 
-def _made_anew(answer: _Ack | None, stream: StreamPicture | None, given: Mapping[str, int]) -> bool:
+def _recreated(answer: _Ack | None, stream: StreamPicture | None, given: Mapping[str, int]) -> bool:
     """Return whether the picture is of an older stream: a new message has a higher number than all before it.
 
     `given` has the last number that each stream had given when the message was sent: the picture may be older.

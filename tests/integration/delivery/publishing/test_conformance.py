@@ -188,7 +188,7 @@ async def form(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Form]:
-    monkeypatch.setattr(record, "_TOLD_SECONDS", 0)
+    monkeypatch.setattr(record, "_ADVISORY_SECONDS", 0)
     async with AsyncExitStack() as stack:
         form: Form = request.param(office, settings)
         await form.open(stack, tmp_path)

@@ -132,7 +132,7 @@ class WorkQueue:
 
 @pytest.fixture
 async def queue(office: Any, monkeypatch: pytest.MonkeyPatch) -> WorkQueue:
-    monkeypatch.setattr(module, "_TOLD_SECONDS", 0)  # the tests wait until they were told
+    monkeypatch.setattr(module, "_ADVISORY_SECONDS", 0)  # the tests wait until they were told
     queue = WorkQueue(office)
     await queue.open(office.js)
     return queue
@@ -384,7 +384,7 @@ async def test_every_command_has_its_effect_though_the_queue_is_purged_under_loa
 async def test_every_command_has_its_effect_though_the_store_is_deleted_under_load(
     office: Any, running: Any, short_directory: Any, monkeypatch: pytest.MonkeyPatch, commands: int
 ) -> None:
-    monkeypatch.setattr(module, "_TOLD_SECONDS", 0)
+    monkeypatch.setattr(module, "_ADVISORY_SECONDS", 0)
     server = EmbeddedNats(short_directory / "nats")
     server.start()
     queue = WorkQueue(office, server.url)
