@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
+CLASSES := $(VENV)/spark-classes.jsa
 PEERS  := $(VENV)/peers
 EXAMPLES := $(VENV)/examples
 CONTAINERS := $(VENV)/containers
@@ -40,6 +41,10 @@ $(SPARK_STAMP): $(STAMP) spark.lock
 	TMPDIR=$(abspath $(VENV)/tmp) $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
 	@rm -rf $(VENV)/tmp
 	@touch $@
+
+# The tests start Spark some twenty times: what its Java then reads is read once.
+$(CLASSES): $(SPARK_STAMP) tests/support/class_data.py
+	PYTHONPATH=tests $(BIN)/python -m support.class_data $@
 
 # What the benchmarks compare with has a directory of its own: only the benchmarks see it.
 $(PEERS): $(STAMP) bench.lock
@@ -83,7 +88,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever. Where a recipe needs a shell, `exec` puts the tests in its place: a SIGTERM that
 # make passes on would end the shell alone.
-test: $(SPARK_STAMP) $(EXAMPLES) ## every test but the slow suites
+test: $(CLASSES) $(EXAMPLES) ## every test but the slow suites
 	exec $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s

@@ -29,7 +29,7 @@ import pytest
 import redis
 import structlog
 import uvloop
-from support import session
+from support import class_data, session
 from support.databases import create, drop
 from support.janitor import clear_up
 from support.zygote import Zygote, shared
@@ -43,9 +43,7 @@ _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
 _SPARK = "spark"  # the folder
 _PAGES = "tests/acceptance/test_docs.py"  # each page has a mail room of its own
-_JAVA_OPTIONS = (
-    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
-)
+_JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {class_data.SHAPE} -XX:SharedArchiveFile={class_data.ARCHIVE} -Xlog:disable"
 
 
 def pytest_configure() -> None:
@@ -54,8 +52,8 @@ def pytest_configure() -> None:
     A shell starts what runs in the background with Ctrl-C ignored, and what that starts inherits it. With a handler
     that does nothing this process goes on ignoring it, while the programs that tests interrupt have the default.
 
-    A Java of a test lives for seconds, and would spend half of its time on optimizing code, and a part of the rest on
-    verifying classes that every run has verified before.
+    A Java of a test lives for seconds, and would spend half of its time on optimizing code, and half of the rest on
+    reading classes that every run has read before.
 
     An error is logged as in our programs: structlog by itself would print the values of each frame too, which takes
     seconds where one is a large message.

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.class_data import java_home
 
 from cli.stack import choose_port
 from embedded.postgres import postgres_home
@@ -138,7 +139,7 @@ def read(name, place, home, record_property):
     shell = ["bash", "-euo", "pipefail", "-c", typed]
     environment = home | {"POSTROOM_CONSOLE_LISTEN_PORT": console}
     if name != FIRST:  # which is read as on any machine
-        environment |= compiled_spark(Path(home["HOME"]))
+        environment |= quick_spark(Path(home["HOME"]))
     ran = subprocess.run(shell, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{name}: {ran.stdout}\n{ran.stderr}"
     laps = [line.split(" ", 1) for line in (Path(home["HOME"]) / "laps").read_text().splitlines()]
@@ -147,8 +148,9 @@ def read(name, place, home, record_property):
     record_property("measured", f"{name}: {sum(int(took) for took, _ in laps) / 1e6:.0f} s; of these {parts}")
 
 
-def compiled_spark(directory):
-    """Return the variables with which the workers of every session import a PySpark that is compiled."""
-    found = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(directory / ".cache")}
+def quick_spark(directory):
+    """Return the variables with which sessions start quickly: a Java that maps its classes, and a compiled PySpark."""
+    cache = directory / ".cache"
+    found = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(cache)}
     spare_workers_the_zip(found)
-    return {name: found[name] for name in ("PYSPARK_PYTHON", "SPARK_HOME")}
+    return {name: found[name] for name in ("PYSPARK_PYTHON", "SPARK_HOME")} | {"JAVA_HOME": str(java_home(cache))}

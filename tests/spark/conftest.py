@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
+from support.class_data import java_home
 from support.post import PostOffice
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
-from postroom.spark.session import do_without_names, find_java
+from postroom.spark.session import do_without_names
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def spark(session_directory: Path) -> Iterator[SparkSession]:
     directory = session_directory / "spark"
     do_without_names(os.environ)
     with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
-        patch.setenv("JAVA_HOME", str(find_java({"PATH": "", "XDG_CACHE_HOME": str(directory)}).home))
+        patch.setenv("JAVA_HOME", str(java_home(directory)))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         session = (
             SparkSession.builder.master("local[2,4]")
