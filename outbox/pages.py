@@ -257,11 +257,9 @@ class Records:
             rowid, after = _varint(content, after)
             types, _ = _types(content, after)
             shape = len(types)
-            if (
-                types[0] != 0
-                or shape not in self._shapes
-                or sum(map(_size, types)) + _varint(content, after)[0] != size
-            ):
+            if types[0] != 0 or shape not in self._shapes:
+                return None
+            if sum(map(_size, types)) + _varint(content, after)[0] != size:
                 return None
             return Row(shape, rowid, _decode(self._record(content, after, size, _MOST_OF_ROW)))
         except Wrong:
