@@ -26,7 +26,7 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over, open_private, sync
 from postroom.chassis.sqlite import PARTS, QUERIES, Damaged, exit_after, open_copy, open_still, quick_check
-from postroom.chassis.store import WAL_LIMIT, OwnedFile, Store, set_aside
+from postroom.chassis.store import WAL_LIMIT, OwnedFile, Store
 
 _KEPT_FREE: Final = 2 * WAL_LIMIT  # bytes of the disk: for what sends and the log may take meanwhile
 _SECONDS: Final = 600.0  # that a copy may take
@@ -131,7 +131,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
             db.execute(_LOG, {**line, "row_id": None, "detail": str(backup)})
             db.execute(QUERIES["checkpoint_truncate"]).fetchall()
         sync(fresh)
-        aside = set_aside(file.path, now) if file.path.exists() else None
+        aside = file.clear(now)
         fresh.rename(file.path)
         sync(file.path.parent)
         restored = True

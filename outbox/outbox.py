@@ -104,9 +104,9 @@ class Outbox(reading.Reader):
 
         `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `look_up` asks the
         broker for rows that it did not answer for. Raises `Fatal`: 69 where another process owns the directory, 78 for
-        a file that is damaged or was set aside (it names `postroom outbox recover`), that was recovered with rows
-        missing, unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74 while the disk is
-        full or fails.
+        a file that is damaged or was set aside (it names `postroom outbox recover`), that is missing beside its log,
+        that was recovered with rows missing, unless `accept_lost_ids` is given once, or that is newer than the program,
+        75 or 74 while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
         walked = relaying.WalkedPast()
@@ -128,6 +128,9 @@ class Outbox(reading.Reader):
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
             raise errors.cut_short(file.path, file.damaged)
+        if file.log_alone:
+            file.end(clean=False)
+            raise errors.file_gone(file.path)
         store = await Store.open(
             file,
             SCHEMA,

@@ -178,15 +178,15 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
+        now = clock()
         source = file.path
         if not source.exists():  # after a kill: the file that was set aside has the rows, and its log may still be here
             if file.damaged is None:
                 raise Fatal(
                     Exit.CONFIG, f"there is no outbox in {file.path.parent}: check state_directory in the config"
                 )
-            store.move(file.path, file.damaged)
             source = file.damaged
-        now = clock()
+            file.clear(now)
         fresh, recovery = _salvage(source, file.path, now)
         if source == file.path:
             recovery = recovery._replace(damaged=store.set_aside(source, now))

@@ -121,6 +121,25 @@ class OwnedFile:
         times = [time for time in aside if time.isdigit()]  # the others are WALs
         return aside[max(times, key=int)] if times else None
 
+    @property
+    def log_alone(self) -> bool:
+        """Whether only the log is there, which SQLite would delete."""
+        return not self.path.exists() and Path(f"{self.path}-wal").exists()
+
+    def clear(self, now: int) -> Path | None:
+        """Set aside what there is of the file; returns where the file is then, None where there was none.
+
+        SQLite would read a log that lies there alone into any new file: one that a kill left behind follows its file.
+        """
+        if self.path.exists():
+            return set_aside(self.path, now)
+        damaged = self.damaged
+        if damaged is None or Path(f"{damaged}-wal").exists():
+            set_aside(self.path, now)
+        else:
+            move(self.path, damaged)
+        return None
+
     def begin(self) -> None:
         """Note on disk that the file is open."""
         os.pwrite(self._lock, f"{os.getpid():<{_PID_WIDTH}}".encode(), 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -238,6 +240,67 @@ async def test_a_restore_that_fails_half_way_says_where_the_outbox_is_and_can_be
     restore(state, tmp_path / "copy.db", "the disk was lost")
     async with await open_outbox() as outbox:
         assert (await outbox.find("kept")) is not None
+
+
+@pytest.fixture
+async def killed(open_outbox: OpenOutbox, database: Path, tmp_path: Path) -> Path:
+    """An outbox as a kill leaves it, with rows that only its log has; returns a backup from before these."""
+    copy = tmp_path / "copy.db"
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("kept"))
+        await copied(outbox, copy)
+        await accepted(outbox, *(send(f"later-{number}") for number in range(20)))
+        files = {part: Path(f"{database}{part}").read_bytes() for part in ("", "-wal")}
+    for part, content in files.items():
+        Path(f"{database}{part}").write_bytes(content)
+    return copy
+
+
+async def test_the_log_of_an_outbox_that_is_gone_is_not_read_into_the_restored_one(
+    killed: Path, open_outbox: OpenOutbox, state: Path, database: Path
+) -> None:
+    log = Path(f"{database}-wal").read_bytes()
+    database.unlink()
+    with pytest.raises(Fatal, match=f"there is no {database}, but its log") as refused:
+        await open_outbox()
+    assert (refused.value.exit_code, Path(f"{database}-wal").read_bytes()) == (Exit.CONFIG, log)
+    restore(state, killed, "the disk was lost")
+    async with await open_outbox() as outbox:
+        assert (await outbox.counts()).rows["pending"] == 1
+    assert [file.read_bytes() for file in state.glob("outbox.db.damaged-*-wal")] == [log]
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from outbox.backup import restore
+
+rename, left = Path.rename, int(sys.argv[3])
+
+def rename_or_die(self, target):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return rename(self, target)
+
+Path.rename = rename_or_die
+restore(Path(sys.argv[1]), Path(sys.argv[2]), "the disk was lost")
+"""
+
+
+@pytest.mark.parametrize("renames", range(4))
+async def test_a_restore_that_is_killed_is_done_again_and_what_was_there_stays_together(
+    killed: Path, open_outbox: OpenOutbox, state: Path, database: Path, renames: int
+) -> None:
+    before = [Path(f"{database}{part}").read_bytes() for part in ("", "-wal")]
+    dies = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, str(state), str(killed), str(renames))
+    assert await dies.wait() == -signal.SIGKILL
+    restore(state, killed, "the disk was lost")
+    async with await open_outbox() as outbox:
+        assert (await outbox.counts()).rows["pending"] == 1
+    (aside,) = (file for file in state.glob("outbox.db.damaged-*") if file.suffix[-1].isdigit())
+    assert [Path(f"{aside}{part}").read_bytes() for part in ("", "-wal")] == before
 
 
 async def test_nothing_is_restored_without_a_reason(outbox: Outbox, state: Path, tmp_path: Path) -> None:
