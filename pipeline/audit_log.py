@@ -26,7 +26,7 @@ import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import Database, Outcome, submitted
+from pipeline.runner import Database, Outcome, moment, submitted
 from pipeline.tables import columns, read_ranges, snapshot
 
 if TYPE_CHECKING:
@@ -134,10 +134,10 @@ class Options(Database, kw_only=True):
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Write the days that are over; the outcome has failed where a day is not what it was."""
     settled = datetime.now(UTC) - _SETTLED
-    today = settled.replace(hour=0, minute=0, second=0, microsecond=0)
-    before = today if options.before is None else min(today, datetime.fromisoformat(options.before).replace(tzinfo=UTC))
-    with snapshot(options.database_url) as moment:
-        history = read_ranges(spark, moment, "audit_rows", _HISTORY, before)
+    before = min(settled, moment(options.before, "before") or settled)
+    before = before.replace(hour=0, minute=0, second=0, microsecond=0)  # a part of a day would be all of it for good
+    with snapshot(options.database_url) as taken:
+        history = read_ranges(spark, taken, "audit_rows", _HISTORY, before)
         days = _write(history, ("mesh", "history_id"), f"{options.output}/history", verify=options.verify)
     if options.outbox is not None:
         # read rows as `postroom outbox export` writes them; a row that two exports agree about is one

@@ -66,15 +66,19 @@ def parse(options: type[O], words: Iterable[str], name: str) -> O:
     given: dict[str, str] = {}
     for word in words:
         key, separator, value = word.partition("=")
-        if not separator or key in given:
+        key = key.replace("-", "_")
+        if not separator:
             _refuse(name, options, f"{word!r} is not an option of the form name=value")
-        given[key.replace("-", "_")] = value
+        if key in given:
+            _refuse(name, options, f"{key} is given twice: give it once")
+        given[key] = value
     if DATABASE_URL in os.environ and "database_url" in options.__struct_fields__:
         given.setdefault("database_url", os.environ[DATABASE_URL])
     try:
         found = msgspec.convert(given, options, strict=False)
     except msgspec.ValidationError as error:
-        _refuse(name, options, str(error))
+        said = str(error).replace("Object missing required field", "it needs the option")
+        _refuse(name, options, said.replace("Object contains unknown field", "there is no option"))
     if isinstance(found, Database) and not found.database_url:
         raise Fatal(Exit.USAGE, f"say which database to read: set {DATABASE_URL}, or add database_url=postgresql://…")
     return found
@@ -101,9 +105,9 @@ def moment(text: str | None, option: str) -> datetime | None:
         return None
     try:
         found = datetime.fromisoformat(text)
-    except ValueError as error:
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (OverflowError, ValueError) as error:
         raise Fatal(Exit.USAGE, f"{option} is {text!r}: use a day or a time, such as 2026-11-01") from error
-    return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:

@@ -6,7 +6,7 @@ import filecmp
 import json
 import os
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from broker.__main__ import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
 from pipeline.runner import Outcome, run_by_name
 from postroom._wire.words import counted
+from postroom.chassis.exits import Fatal
 
 KEPT = timedelta(days=30)
 
@@ -145,6 +146,17 @@ def test_the_audit_log_is_written_once_and_is_byte_identical_when_rebuilt(
     assert verified.failed
     assert verified.facts["days different"] == 1
     assert verified.facts["days same"] == 2
+
+
+def test_the_audit_log_is_of_whole_days_whichever_time_it_is_to_end_at(
+    history: History, pipeline: Any, tmp_path: Path
+) -> None:
+    history.tamper("UPDATE mesh.message_history SET accepted_at = date_trunc('day', now(), 'UTC') - interval '2 days'")
+    noon = (datetime.now(UTC) - timedelta(days=2)).replace(hour=12, minute=0)
+    assert pipeline("audit-log", f"output={tmp_path}", f"before={noon.isoformat()}").facts == {"rows written": 0}
+    with pytest.raises(Fatal, match="before is 'yesterday'"):
+        pipeline("audit-log", f"output={tmp_path}", "before=yesterday")
+    assert pipeline("audit-log", f"output={tmp_path}").facts == {"days written": 1, "rows written": 30}
 
 
 def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
 
-from pipeline.runner import PIPELINES, described, parse, run_by_name, submitted
+from pipeline.runner import PIPELINES, described, moment, parse, run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import Outcome
 from postroom.delivery.message import Delivery
@@ -48,15 +48,23 @@ def test_every_pipeline_describes_each_of_its_options() -> None:
     ("words", "sentence"),
     [
         (["mesh"], "not an option of the form name=value"),
-        (["output=x", "output=y"], "not an option of the form name=value"),
-        (["colour=red", "output=x"], "colour"),
-        ([], "output"),
+        (["output=x", "output=y"], "output is given twice"),
+        (["database-url=x", "database_url=y"], "database_url is given twice"),
+        (["colour=red", "output=x"], "there is no option `colour`"),
+        ([], "it needs the option `output`"),
         (["output=x", "database_url="], "say which database"),
     ],
 )
 def test_words_that_are_no_options_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(Fatal, match=sentence) as raised:
         parse(PIPELINES["delivery-report"].options, words, "delivery-report")
+    assert raised.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01", "0001-01-01T00:00:00+23:59"])
+def test_a_time_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(Fatal, match="since is") as raised:
+        moment(text, "since")
     assert raised.value.exit_code == Exit.USAGE
 
 
