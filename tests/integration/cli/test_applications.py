@@ -166,6 +166,9 @@ async def test_an_operator_sees_and_drops_what_fails_in_an_application(shop: str
     listed = await run("worker", "events", "list", "--json", **there)
     assert [(one["id"], one["behind"]) for one in listed.json] == [(poison, 1)]
     assert "1234" not in listed.out
+    for words in (["backlog"], ["events", "list"], ["events", "drop", "--all", "--dry-run"]):
+        nowhere = await run("worker", *words, "--mesh", "nowhere", **there)
+        assert (nowhere.code, "there is no mesh 'nowhere'" in nowhere.err) == (3, True), words
 
     unknown = await run("worker", "events", "drop", poison.replace("-", ""), "--reason", "a test", "--yes", **there)
     assert unknown.code == 3

@@ -31,13 +31,14 @@ from postroom.delivery.publishing.postgres import (
     EVENTS,
     LETTERS,
     find_failing,
+    is_declared,
     list_backlogs,
     list_dropped,
     list_failing,
     now,
     redrive,
 )
-from postroom.errors import PostroomError
+from postroom.errors import NotFound, PostroomError
 from postroom.once.postgres import PostgresStore
 
 ROOM: Final = __name__
@@ -116,11 +117,13 @@ class Application:
         self._connection = connection
 
     async def backlogs(self, mesh: str | None = None) -> SourcePage:
-        """Return what waits to be published, of one mesh or of all."""
+        """Return what waits to be published, of one mesh or of all; raises `NotFound` where it cannot be one."""
+        await self._check_mesh(mesh)
         return SourcePage(sources=await list_backlogs(self._connection, mesh, tables=_TABLES))
 
     async def failing(self, mesh: str | None = None) -> FailingPage:
-        """Return the events that JetStream refuses."""
+        """Return the events that JetStream refuses; raises as `backlogs` does."""
+        await self._check_mesh(mesh)
         return await list_failing(self._connection, EVENTS, mesh)
 
     async def dropped(self) -> DroppedLog:
@@ -132,6 +135,7 @@ class Application:
     ) -> Result[str]:
         """Do a verb to refused events, a thousand at a time; raises `NotFound` where a named one is not refused."""
         noun = UNPUBLISHED[EVENTS.name]
+        await self._check_mesh(mesh)
         done: list[str] = []
         after: str | None = ""
         while after is not None:
@@ -165,6 +169,14 @@ class Application:
         rows = await self._connection.fetch(QUERIES["list_operations"], *wanted)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
         return LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None)
+
+    async def _check_mesh(self, mesh: str | None) -> None:
+        """Raise `NotFound` where nothing can have been emitted to a mesh: nobody may read that as good news."""
+        if mesh is None or await is_declared(self._connection, mesh):
+            return
+        if await self._connection.fetchval(QUERIES["is_unknown"], mesh):
+            sentence = f"there is no mesh {mesh!r} among those of this outbox: `postroom mesh list` shows all"
+            raise NotFound.of("mesh_not_found", sentence)
 
     async def _keep_log(self, verb: str, noun: str, key: str, outcome: str, reason: str) -> None:
         words = acting(self._connection), verb, noun, key, outcome, reason

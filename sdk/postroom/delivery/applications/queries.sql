@@ -30,6 +30,10 @@ WITH gone AS (
 )
 INSERT INTO postroom.known_meshes (slug) SELECT unnest($1::text[]) ON CONFLICT DO NOTHING;
 
+-- name: is_unknown
+-- Whether the mesh $1 is none of those that may be emitted to; while there is no list of these, any may.
+SELECT EXISTS (SELECT FROM postroom.known_meshes) AND NOT EXISTS (SELECT FROM postroom.known_meshes WHERE slug = $1);
+
 -- name: log_operation
 -- Keep that $1 did $2 to the $3 with the key $4, what came of it ($5), and why ($6).
 INSERT INTO postroom.operator_log (actor, verb, noun, key, outcome, reason) VALUES ($1, $2, $3, $4, $5, $6);
