@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
-from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, LogLevel, load
+from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, Host, LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
@@ -85,7 +85,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     admin_token_file: Annotated[
         Path | None, Meta(description="file with the broker-wide administrator's token; not readable by others")
     ] = None
-    listen_host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    listen_host: Annotated[Host, Meta(description="address to listen on")] = "127.0.0.1"
     listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 7420
     socket_path: Annotated[Path | None, Meta(description="listen on this Unix socket instead")] = None
     socket_group: Annotated[

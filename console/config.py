@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from postroom.chassis.config import LogLevel, load
+from postroom.chassis.config import Host, LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
 
 PREFIX: Final = "POSTROOM_CONSOLE_"
@@ -27,7 +27,7 @@ class ConsoleConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     broker_ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the broker's certificate")
     ] = None
-    listen_host: Annotated[str, Meta(description="address to listen on; another than loopback needs `public_url`")] = (
+    listen_host: Annotated[Host, Meta(description="address to listen on; another than loopback needs `public_url`")] = (
         "127.0.0.1"
     )
     listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 7480

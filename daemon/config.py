@@ -16,7 +16,7 @@ from inbox import InboxSettings
 from ipc.shares import Limits
 from outbox import OutboxSettings
 from postroom._wire.names import MESH
-from postroom.chassis.config import LogLevel, load, state_home
+from postroom.chassis.config import Host, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings
 
@@ -61,7 +61,7 @@ class MetricsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
         Meta(description="Port of `/metrics`; 0: a free one; unset: none. Each daemon of a host needs one of its own."),
     ] = None
     listen_host: Annotated[
-        str, Meta(description="Address of that port; every client that reaches it can read the metrics.")
+        Host, Meta(description="Address of that port; every client that reaches it can read the metrics.")
     ] = "127.0.0.1"
 
 

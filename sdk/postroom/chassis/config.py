@@ -26,6 +26,7 @@ MAX_DAYS: Final = 36_500  # a hundred years: Postgres, NATS or Python cannot rep
 MAX_SECONDS: Final = MAX_DAYS * 86_400
 
 ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
+Host = Annotated[str, msgspec.Meta(min_length=1)]  # to listen on: an empty one is every address of the machine
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], msgspec.Meta(description="lowest level that is logged")
 ]

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from postroom._wire.names import MESH, WORD
 from postroom.agent import Agent, agent_name
-from postroom.chassis.config import MAX_DAYS, SECRET, LogLevel, load, state_home
+from postroom.chassis.config import MAX_DAYS, SECRET, Host, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
     AckWaitSeconds,
@@ -53,7 +53,7 @@ _AGENT_SHARED: Final = {_NATS_URL: "NATS_URL", "POSTROOM_MESH": "TENANT"}
 
 
 # What each process has once, with any parts.
-ListenHost = Annotated[str, Meta(description="address of /health, /ready and /metrics")]
+ListenHost = Annotated[Host, Meta(description="address of /health, /ready and /metrics")]
 ListenPort = Annotated[
     Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
 ]

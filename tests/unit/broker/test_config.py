@@ -52,6 +52,7 @@ def test_the_urls_are_secrets() -> None:
         ("MAX_BATCH", "1001"),
         ("RETENTION_DEDUPE_DAYS", "36501"),
         ("LIMITER_ON_ERROR", "open"),
+        ("LISTEN_HOST", ""),
     ],
 )
 def test_what_would_break_a_promise_is_refused(variable: str, value: str) -> None:
