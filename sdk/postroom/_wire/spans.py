@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAli
 
 import msgspec
 
-from postroom._wire.message import TRACEPARENT
+from postroom._wire.message import read_traceparent
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
@@ -237,15 +237,14 @@ def _tracer() -> Tracer:
 
 def _remote(traceparent: str | None) -> SpanContext | None:
     """Read a `traceparent`; None where it is not valid."""
-    if traceparent is None or TRACEPARENT.fullmatch(traceparent) is None:
+    if (read := read_traceparent(traceparent)) is None:
         return None
     from opentelemetry import trace  # noqa: PLC0415 - the same
 
-    _, trace_id, span_id, flags = traceparent.split("-")
-    context = trace.SpanContext(
+    _, trace_id, span_id, flags = read.split("-")
+    return trace.SpanContext(
         int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(int(flags, 16))
     )
-    return context if context.is_valid else None
 
 
 def _below(parent: SpanContext) -> Context:

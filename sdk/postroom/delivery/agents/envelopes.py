@@ -6,13 +6,13 @@ clock or a random number, so that the same message gives the same envelope at ev
 """
 
 import hashlib
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 import msgspec
 
+from postroom._wire.message import read_traceparent
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery
@@ -37,7 +37,6 @@ OCCURRED_AT: Final = "X-Occurred-At"
 TRACEPARENT: Final = "traceparent"
 
 _CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # the headers whose value must have a form
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED: Final = 1  # in the flags of a traceparent
 _decode: Final = msgspec.json.Decoder().decode
 
@@ -96,7 +95,10 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
             kind, version = name, number
         case CommandSubject(_, _, _, verb):
             kind = verb
-    found = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
+    if (traceparent := read_traceparent(headers.get(TRACEPARENT))) is not None:
+        _, trace_id, span_id, flags = traceparent.split("-")
+    else:
+        trace_id, span_id, flags = digest("trace", message_id)[:32], digest("span", message_id)[:16], "01"
     occurred_at = headers.get(OCCURRED_AT)
     try:
         moment = tick() if occurred_at is None else msgspec.convert(occurred_at, datetime).astimezone(UTC)
@@ -111,12 +113,12 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
         expected_version=_number(headers.get(EXPECTED_VERSION), EXPECTED_VERSION),
         id=message_id,
         idempotency_key=idempotency_key(delivery),
-        sampled=False if found and not int(found[3], 16) & _SAMPLED else msgspec.UNSET,
+        sampled=msgspec.UNSET if int(flags, 16) & _SAMPLED else False,
         schema_version=_number(headers.get(EVENT_VERSION), EVENT_VERSION) or version,
         source=headers.get(SOURCE) or delivery.stream,
-        span_id=found[2] if found else digest("span", message_id)[:16],
+        span_id=span_id,
         tenant=scope.tenant or "",
-        trace_id=found[1] if found else digest("trace", message_id)[:32],
+        trace_id=trace_id,
         ts=moment,
         type=headers.get(EVENT_TYPE) or kind,
         workspace=scope.workspace or "",
