@@ -209,7 +209,7 @@ def _setting_type(kind: Any) -> str:
 
 
 def _holds_tables(kind: Any) -> bool:
-    """Tell whether a setting is a list of tables, as `[[streams]]`."""
+    """Return whether a setting is a list of tables, as `[[streams]]`."""
     return get_origin(kind) is list and is_struct_type(get_args(kind)[0])
 
 

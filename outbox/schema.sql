@@ -14,7 +14,7 @@
 --       0, 1, 2   due, priority now, next, low, oldest first: what a claim takes
 --       3         not due before next_attempt_at: `outbox_waiting` finds those whose time has come
 --       4         held by an operator
---     `destination` stands in the index so that a claim walks past a paused destination without reading rows.
+--     `destination` is in the index so that a claim walks past a paused destination without reading rows.
 --   * Counters live in `tally`, one row, changed once per transaction; `room` is what a row takes in the file.
 
 CREATE TABLE outbox (
@@ -242,7 +242,7 @@ CREATE TABLE outbox_recovery (
     accepted_by TEXT
 );
 
--- What an operator told the relay: destination '' is everything.
+-- What an operator ordered the relay to do: destination '' is everything.
 CREATE TABLE relay_control (
     destination     TEXT    PRIMARY KEY,
     paused          INTEGER NOT NULL CHECK (paused IN (0, 1)),

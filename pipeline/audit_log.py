@@ -135,7 +135,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     """Write the days that are over; the outcome has failed where a day is not what it was."""
     settled = datetime.now(UTC) - _SETTLED
     before = min(settled, moment(options.before, "before") or settled)
-    before = before.replace(hour=0, minute=0, second=0, microsecond=0)  # a part of a day would be all of it for good
+    before = before.replace(hour=0, minute=0, second=0, microsecond=0)  # what is written of a day is never completed
     with snapshot(options.database_url) as taken:
         history = read_ranges(spark, taken, "audit_rows", _HISTORY, before)
         days = _write(history, ("mesh", "history_id"), f"{options.output}/history", verify=options.verify)

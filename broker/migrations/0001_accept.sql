@@ -263,7 +263,7 @@ LEFT JOIN mesh.topic_message
 LEFT JOIN mesh.message_queue
   ON message_queue.broker_message_id = history.broker_message_id AND history.destination_kind <> 'topic';
 
--- What the last check for orphans found, whoever ran it: the only row.
+-- What the last check for orphans found, whichever program ran it: the only row.
 CREATE TABLE mesh.orphan_check (
   only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
   checked_at timestamptz NOT NULL,
@@ -380,7 +380,7 @@ CREATE TRIGGER end_history AFTER DELETE ON mesh.mesh FOR EACH ROW EXECUTE FUNCTI
 
 -- Takes numbers for so many messages, and returns the one before the first; null where the mesh is gone.
 --
--- Of two transactions the one with the lower id gets the lower numbers, so that whoever knows the oldest one that has not
+-- Of two transactions the one with the lower id gets the lower numbers, so that a reader who knows the oldest one that has not
 -- ended knows which numbers may still come. For that a lock of the mesh covers both, the transaction's id and its numbers,
 -- and nothing else: it goes at the end of the inner block, with the savepoint, also where the statement is cancelled. The
 -- transaction may not have an id before, so the call comes before any row is locked or written. The other lock is a mark
@@ -411,7 +411,7 @@ END $$;
 CREATE FUNCTION mesh.history_horizon(meshes integer[])
 RETURNS TABLE (mesh_id integer, last_history_id bigint, oldest xid) LANGUAGE plpgsql AS $$
 DECLARE
-  -- Before the look at the locks: whoever comes later takes higher ones.
+  -- Before the locks are read: later transactions take higher ones.
   numbers bigint[] := ARRAY(SELECT mesh.last_history_id(id) FROM unnest(meshes) WITH ORDINALITY AS known (id, n) ORDER BY n);
 BEGIN
   IF pg_is_in_recovery() THEN

@@ -335,7 +335,7 @@ class TimedConnection(RequestHandler):
 
 
 def may_be_gone(request: web.BaseRequest) -> bool:
-    """Tell whether nobody may wait for the answer to a request any more."""
+    """Return whether the caller may no longer be waiting for the answer to a request."""
     transport, connection = request.transport, request.protocol
     return (
         transport is None

@@ -78,8 +78,8 @@ async def list_minutes(connection: Connection, last: int) -> list[Minute]:
     for row in await connection.fetch(_QUERIES["list_minutes"], last):
         counts = msgspec.json.decode(row["counts"], type=dict[str, int])
         took = [counts.get(name, 0) for name in _LATENCIES]
-        told = {name: counts.get(name, 0) for name in _COUNTED}
-        found.append(Minute(at=row["at"], **told, p50=_quantile(took, 0.5), p99=_quantile(took, 0.99)))
+        sums = {name: counts.get(name, 0) for name in _COUNTED}
+        found.append(Minute(at=row["at"], **sums, p50=_quantile(took, 0.5), p99=_quantile(took, 0.99)))
     return found
 
 

@@ -1,7 +1,7 @@
 -- The event store of one agent: one SQLite file (docs/contract/delivery.md#delivery-55).
 --
 --   * `event` never changes. `record` is canonical JSON (sdk/postroom/delivery/agents/store.py), and the other columns but the hash
---     are read out of it, so that nothing can stand beside it and say something else.
+--     are read out of it, so that nothing next to it can say something else.
 --   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
 --     out because of it follows in the same transaction: what the agent emitted, and what the runtime reported.
 --   * `outgoing` is what becomes of an event or a dead letter that goes out: where JetStream has it, until it is lost and
@@ -37,7 +37,7 @@ BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 CREATE TRIGGER event_append_only_update BEFORE UPDATE ON event
 BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 
--- The events that go out. Whoever compares streams with this takes the place away from what is no longer of interest, and
+-- The events that go out. A comparison with the streams deletes the place of what is no longer of interest, and
 -- the row from what was published so long ago that it would not be published again.
 CREATE TABLE outgoing (
     position          INTEGER PRIMARY KEY,               -- the event's

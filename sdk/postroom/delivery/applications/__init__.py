@@ -171,7 +171,7 @@ class Application:
         return LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None)
 
     async def _check_mesh(self, mesh: str | None) -> None:
-        """Raise `NotFound` where nothing can have been emitted to a mesh: nobody may read that as good news."""
+        """Raise `NotFound` where nothing can have been emitted to a mesh: an empty list would read as good news."""
         if mesh is None or await is_declared(self._connection, mesh):
             return
         if await self._connection.fetchval(QUERIES["is_unknown"], mesh):

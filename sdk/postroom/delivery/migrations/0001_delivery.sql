@@ -181,7 +181,7 @@ BEGIN
   RETURN id;
 END $$;
 
--- Has what was published under an id published again, under the next epoch: whoever has it knows it by its id. Returns
+-- Has what was published under an id published again, under the next epoch: receivers that have it know it by its id. Returns
 -- whether the outbox still has it.
 CREATE FUNCTION postroom.emit_again(id uuid) RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
@@ -260,10 +260,10 @@ RETURN (
     AND inbox.message_id = is_confirmed.id
 );
 
--- How far work queues are known to be done with, so that what is taken out of one by hand can be told from what was
+-- How far work queues are known to be done with, so that what is taken out of one by hand can be distinguished from what was
 -- acknowledged: a work queue forgets both alike.
 
--- Of the messages of one stream (by its creation: a stream made anew has floors of its own) whose subject matches, all up
+-- Of the messages of one stream (by its creation: a recreated stream has floors of its own) whose subject matches, all up
 -- to the floor were acknowledged. A consumer's floor stays when the consumer goes.
 CREATE TABLE postroom.work_queue_floors (
   stream text COLLATE "C" NOT NULL,
@@ -378,7 +378,7 @@ CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) 
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 
--- What each daemon, broker and worker last said of itself, for whoever asks how an installation is; nothing else depends on
+-- What each daemon, broker and worker last reported, for operators who ask how an installation is; nothing else depends on
 -- it. One address of a host is one process's: a program that was started again takes the place of the one before.
 CREATE TABLE postroom.programs (
   kind text NOT NULL CHECK (kind IN ('daemon', 'broker', 'worker')),
@@ -394,7 +394,7 @@ CREATE TABLE postroom.programs (
   PRIMARY KEY (kind, mesh, name, host, pid)
 );
 
--- How much the counts of all reports grew in each minute, for whoever wants to see the last hour; nothing else depends on it.
+-- How much the counts of all reports grew in each minute, for operators who want to see the last hour; nothing else needs it.
 CREATE TABLE postroom.minute_counts (
   minute timestamptz NOT NULL,
   name text COLLATE "C" NOT NULL,

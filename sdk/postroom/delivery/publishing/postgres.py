@@ -275,7 +275,7 @@ async def declare_subjects(pool: Pool, subjects: Sequence[str]) -> None:
 
 
 async def is_declared(connection: Connection, context: str) -> bool:
-    """Tell whether a stream is declared for subjects of a context."""
+    """Return whether a stream is declared for subjects of a context."""
     declared: bool = await connection.fetchval(QUERIES["is_declared"], context)
     return declared
 

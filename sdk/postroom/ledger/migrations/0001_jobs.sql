@@ -32,7 +32,7 @@ RETURN after / 1000000000000 >= before / 1000000000000
   AND after % 100000000 >= before % 100000000;
 
 -- The two kinds of ledgers. What their digits may say is checked here and not at the tables, since Postgres keeps the checks
--- of a domain ready, and reads those of a table anew for each statement: a third of the time that a step took.
+-- of a domain ready, and reads those of a table again for each statement: a third of the time that a step took.
 CREATE DOMAIN ledger.activity_ledger AS bigint
   CONSTRAINT ledger_has_15_digits CHECK (VALUE BETWEEN 0 AND 999999999999999)
   CONSTRAINT markers_are_0_or_1 CHECK (ledger.has_markers(VALUE))

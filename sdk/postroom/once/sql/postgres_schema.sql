@@ -1,4 +1,4 @@
--- The idempotency registry in Postgres, version 1. It has a schema of its own, so that it may stand in any database.
+-- The idempotency registry in Postgres, version 1. It has a schema of its own, so that it fits into any database.
 --
 -- `consumer_group` is '' for the scope of the producer.
 

@@ -46,7 +46,7 @@ CREATE TABLE postroom.operator_log (
 --
 -- Both run with their owner's rights: a service needs no right to the registry's tables.
 
--- Takes a key in hand, once every other transaction that has it in hand has ended. `state` is 'run' for whoever is to do it
+-- Takes a key in hand, once every other transaction that has it in hand has ended. `state` is 'run' for the one that has to do it
 -- now, 'done' with the result where it was done before, and 'held' where somebody else holds it by a lease.
 CREATE FUNCTION postroom.begin_handling(
   tenant text, topic text, consumer text, key text,
