@@ -81,15 +81,20 @@ class Administration:
         return json_response(api.MeshList(meshes=[api.Mesh(**row) for row in rows]))
 
     async def delete_mesh(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
+        """`DELETE /v1/meshes/{mesh}`; 409 while a new mesh of its name would have something of it."""
         slug = request.match_info["mesh"]
         async with changing(self._database, request, "delete", "mesh", slug) as connection:
             mesh_id = await _there("mesh", slug, connection, QUERIES["lock_mesh"], slug)
-            if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
-                sentence = (
-                    f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
-                )
-                raise Conflict.of("mesh_holds_messages", sentence)
+            (holds,) = await connection.fetch(QUERIES["mesh_holds"], mesh_id, slug)
+            if holds["messages"]:
+                why = f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
+                raise Conflict.of("mesh_holds_messages", why)
+            if holds["letters"]:
+                why = f"the mesh {slug} still has dead letters: settle them first (`postroom dlq list --mesh {slug}`)"
+                raise Conflict.of("mesh_holds_letters", why)
+            if holds["jobs"]:
+                why = f"the mesh {slug} still has jobs: delete it again once retention has deleted the last of them"
+                raise Conflict.of("mesh_holds_jobs", why)
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
             await forget_daemons(connection, slug)
         self._authentication.forget()

@@ -75,7 +75,7 @@ def list_meshes(*, as_json: Json = False, url: Url = None, token_file: TokenFile
 
 @meshes.command("delete")
 def delete_mesh(*, slug: MeshName, yes: Yes = False, url: Url = None, token_file: TokenFile = None) -> None:
-    """Delete a mesh that has no messages, with its members, topics and queues."""
+    """Delete a mesh that has no messages, dead letters or jobs, with its members, topics and queues."""
     confirm(f"Delete the mesh {slug} with its members, topics and queues?", yes=yes)
     with_broker(url, token_file, lambda client: client.delete_mesh(slug))
     line(f"deleted mesh {slug}")

@@ -81,6 +81,27 @@ async def test_an_empty_mesh_goes_with_all_it_has_and_one_with_messages_stays(br
     assert (await broker.member("alice", "empty").get("/v1/features")).status == 401
 
 
+async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_have_stays(
+    broker: Any, postgres: asyncpg.Connection[asyncpg.Record]
+) -> None:
+    await broker.add_mesh("left")
+    job = {"id": str(uuid4()), "mesh": "left", "flow": "f", "first": "a", "request": 1}
+    assert (await broker.admin.post("/v1/jobs", job)).status == 201
+    await postgres.execute(
+        "INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter, payload) "
+        "VALUES ('left', 'one', 'left.dlq.m', now(), '{}', '1')"
+    )
+
+    refused = await broker.admin.delete("/v1/meshes/left")
+    assert (refused.status, refused.code) == (409, "mesh_holds_letters")
+    await postgres.execute("DELETE FROM postroom.dead_letters")
+    refused = await broker.admin.delete("/v1/meshes/left")
+    assert (refused.status, refused.code) == (409, "mesh_holds_jobs")
+    assert [mesh["slug"] for mesh in (await broker.admin.get("/v1/meshes")).body["meshes"]] == ["demo", "left"]
+    await postgres.execute("TRUNCATE ledger.job CASCADE")
+    assert (await broker.admin.delete("/v1/meshes/left")).status == 204
+
+
 async def test_subscribing_twice_is_subscribing_once(broker: Any) -> None:
     path = "/v1/topics/demo/orders/subscriptions"
 
