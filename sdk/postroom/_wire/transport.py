@@ -350,7 +350,7 @@ def _json(value: Any) -> bytes:
     try:
         return to_json(value)
     except (TypeError, ValueError, RecursionError) as error:
-        detail = f"the request cannot be written as JSON: {error}; give text, finite numbers, True, False and None"
+        detail = f"the request cannot be written as JSON: {error}; give UTF-8 text, finite numbers, True, False, None"
         raise InvalidMessage.of("invalid_json", detail) from error
 
 
