@@ -37,9 +37,8 @@ class InboxRoutes:
         self._services = services
         self._settings = services.inbox_settings
         self._counters = services.counters
-        self._locks: WeakValueDictionary[int, asyncio.Lock] = (
-            WeakValueDictionary()
-        )  # by uid: one thread serves all readers
+        # by uid: one thread serves all readers
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         self._readers = services.readers
 
     def _turn(self, request: Request) -> asyncio.Lock:
