@@ -11,7 +11,7 @@
 --     The newest row of all stays where it is: numbers go on from it.
 --   * `lane` says where a pending row waits, and is NULL for every other row, so that one narrow partial index,
 --     `outbox_pending`, is the claim order, the age order and the expiry order at once. The lanes:
---       0, 1, 2   due, priority now, next, low, oldest first: what a claim takes
+--       0, 1, 2   due, priority now, next, low, oldest first: what a claim takes (`due_lane` says which of them)
 --       3         not due before next_attempt_at: `outbox_waiting` finds those whose time has come
 --       4         held by an operator
 --     `destination` is in the index so that a claim walks past a paused destination without reading rows.
@@ -41,6 +41,7 @@ CREATE TABLE outbox (
     aborted_by          TEXT CHECK (aborted_by IN ('operator', 'auto')),
     superseded_by       TEXT,                            -- id of the successor
     payload_bytes       INTEGER NOT NULL CHECK (payload_bytes >= 0),
+    due_lane            INTEGER GENERATED ALWAYS AS (CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END) VIRTUAL,
     held                INTEGER GENERATED ALWAYS AS (lane IS 4) VIRTUAL,
     -- Bytes of the file (outbox/transaction.py: room_of): the row and its index entries, its share of a page of payloads, further pages.
     room                INTEGER GENERATED ALWAYS AS (

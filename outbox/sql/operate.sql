@@ -78,7 +78,7 @@ ON CONFLICT (destination) DO UPDATE SET paused = excluded.paused, rate_per_secon
 -- name: resume
 -- Make rows due that wait for their next attempt, but for what their sender wants later.
 UPDATE outbox
-SET next_attempt_at = :now, lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+SET next_attempt_at = :now, lane = due_lane
 WHERE seq IN (
     SELECT seq FROM outbox INDEXED BY outbox_waiting
     WHERE lane = 3 AND coalesce(not_before, 0) <= :now AND (:destination = '' OR destination = :destination)

@@ -1,7 +1,7 @@
 -- name: wake
 -- Make the rows due whose time has come, the longest due first.
 UPDATE outbox
-SET lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+SET lane = due_lane
 WHERE seq IN (
     SELECT seq FROM outbox INDEXED BY outbox_waiting
     WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit
@@ -11,7 +11,7 @@ WHERE seq IN (
 -- After the clock was set back: rows that wait beyond :latest are due, or when their sender said.
 UPDATE outbox
 SET next_attempt_at = max(:now, coalesce(not_before, 0)),
-    lane = CASE WHEN not_before > :now THEN 3 WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
+    lane = iif(not_before > :now, 3, due_lane)
 WHERE seq IN (
     SELECT seq FROM outbox INDEXED BY outbox_waiting
     WHERE lane = 3 AND next_attempt_at > :latest AND next_attempt_at > coalesce(not_before, 0)
@@ -114,8 +114,7 @@ UPDATE outbox
 SET status = 'pending', attempts = attempts + answer.burnt, next_attempt_at = max(:now + answer.wait, coalesce(not_before, 0)),
     last_error = coalesce(answer.last_error, outbox.last_error),
     unanswered_at = CASE answer.answered WHEN 0 THEN :now WHEN 1 THEN NULL ELSE unanswered_at END,
-    lane = CASE WHEN answer.wait > 0 OR not_before > :now THEN 3
-                WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
+    lane = iif(answer.wait > 0 OR not_before > :now, 3, due_lane)
 FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS wait,
              json_extract(value, '$[2]') AS last_error, json_extract(value, '$[3]') AS burnt,
              json_extract(value, '$[4]') AS answered
@@ -126,7 +125,7 @@ WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 -- After a crash nobody knows how far an inflight row came: it goes back, the attempt counts, and its outcome is unknown.
 UPDATE outbox
 SET status = 'pending', attempts = attempts + 1, unanswered_at = :now,
-    lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+    lane = due_lane
 WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
 
 -- name: expired
