@@ -230,13 +230,16 @@ class TimedConnection(RequestHandler):
         """Answer complete requests before closing; nothing more will come. TLS has no half-close."""
         if self.transport is None or self.transport.get_extra_info("sslcontext") is not None or not self._has_asked():
             return False
+        if self._messages and not self._messages[-1][1].is_eof():
+            self._messages.pop()  # its rest will never come
         self._half_closed = True
         self.end_after_last()
         return True
 
     def _has_asked(self) -> bool:
-        """Return whether a request has arrived whole that is not answered yet."""
-        return self.busy and self._last_body is not None and self._last_body.is_eof()
+        """Return whether a request has arrived whole that is not answered yet; only the newest may be incomplete."""
+        unanswered = len(self._messages) + (self._waiter is None)
+        return self._last_body is not None and unanswered > (not self._last_body.is_eof())
 
     def end_after_last(self) -> None:
         """After a half-close: close once the current request is answered, if no other has arrived."""

@@ -212,6 +212,17 @@ async def test_every_request_is_answered_that_came_before_a_half_close(room: Any
     assert await room.rows() == 5
 
 
+@pytest.mark.parametrize("part", [b"POST /v1/send HT", post(length=b"99"), chunked(b"f\r\n{")])
+@pytest.mark.parametrize("before", [1, 3])
+async def test_what_came_whole_is_answered_though_a_half_close_cuts_off_the_next(
+    room: Any, part: bytes, before: int
+) -> None:
+    kept = [post(fields=b"Idempotency-Key: k%d\r\n" % n).replace(b"close", b"keep-alive") for n in range(before)]
+    answer = await room.raw(b"".join(kept) + part)
+    assert (answer.count(b"HTTP/1.1 202 "), answer.count(b"HTTP/1.1 ")) == (before, before)
+    assert await room.rows() == before
+
+
 async def test_trailers_are_ignored(room: Any) -> None:
     size = b"%x" % len(GOOD)
     answer = await room.raw(chunked(size + b"\r\n" + GOOD + b"\r\n0\r\nX-Trailer: 1\r\n\r\n"))
