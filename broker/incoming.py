@@ -25,6 +25,7 @@ from postroom._wire.message import (
     Envelope,
     Priority,
     check_envelope,
+    json_fault,
     refuse,
     refuse_duplicate_keys,
     refuse_too_many_values,
@@ -137,7 +138,7 @@ def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw
         try:
             end = start + _length(rest[start:])
         except _MALFORMED as error:
-            _refuse_batch(max_batch, f"message {count}: {error}")
+            _refuse_batch(max_batch, f"message {count}: {json_fault(error, bytes(rest[start:]))}")
         if (count := count + 1) > max_batch:
             refuse("batch_too_large", f"more than {max_batch} messages, the limit", "messages")
         yield msgspec.Raw(rest[start:end])

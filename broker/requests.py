@@ -11,7 +11,7 @@ from aiohttp import web
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
-from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
+from postroom._wire.message import json_fault, refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.routes import JSON, is_media
 from postroom.errors import InvalidMessage, PostroomError
 
@@ -72,7 +72,8 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             field, sentence = where(error)
             raise InvalidMessage.of("invalid_request", sentence, field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            sentence = f"the body is not what this route takes: {error}; GET /openapi.json says what it must be"
+            fault = json_fault(error, data)
+            sentence = f"the body is not what this route takes: {fault}; GET /openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error
         refuse_duplicate_keys(data)
         return decoded

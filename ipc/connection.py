@@ -34,7 +34,7 @@ from multidict import CIMultiDict
 from ipc.peers import peer_of
 from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
-from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too_many_values, where
+from postroom._wire.message import MAX_VALUES, json_fault, refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.chassis.routes import is_media
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
@@ -393,7 +393,7 @@ def decode_body(data: bytes, kind: type[T]) -> T:
         field, sentence = where(error)
         raise InvalidMessage.of("invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        detail = f"the body must be one JSON object in UTF-8: {error}"
+        detail = f"the body must be one JSON object in UTF-8: {json_fault(error, data)}"
         raise InvalidMessage.of("invalid_json", detail) from error
     refuse_duplicate_keys(data)
     return decoded

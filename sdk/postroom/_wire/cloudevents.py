@@ -19,6 +19,7 @@ import msgspec
 from postroom._wire.message import (
     MAX_META_VALUES,
     SendRequest,
+    json_fault,
     refuse,
     refuse_duplicate_keys,
     refuse_too_many_values,
@@ -142,7 +143,7 @@ def _read_structured(body: bytes) -> CloudEvent:
             if name not in ("data", "data_base64") and bytes(value) != b"null"
         }
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        refuse("invalid_json", f"the event is not one JSON object in UTF-8: {error}")
+        refuse("invalid_json", f"the event is not one JSON object in UTF-8: {json_fault(error, body)}")
     refuse_duplicate_keys(body)
     data = bytes(rest.data) or None
     if rest.data_base64 is not None:

@@ -40,6 +40,9 @@ _LEAST_MEMBER: Final = len('"to":"",')
 _RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
 _LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
 TRACEPARENT: Final = TRACE.pattern
+_HALF: Final = re.compile(  # an escape that is half of a surrogate pair, without the other
+    rb"\\u[Dd][89ABab][0-9A-Fa-f]{2}(?!\\u[Dd][C-Fc-f])|(?<!\\u[Dd][89ABab]..)\\u[Dd][C-Fc-f][0-9A-Fa-f]{2}", re.DOTALL
+)
 _NO_TRACE: Final = re.compile(r"ff|..-0{32}|..-.{32}-0{16}")  # of this form: a version that is none, an id that is none
 
 
@@ -188,7 +191,7 @@ def decode_request(data: bytes) -> SendRequest:
         field, sentence = where(error)
         refuse("invalid_field", sentence, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        refuse("invalid_json", f"the body is not one JSON object in UTF-8: {error}")
+        refuse("invalid_json", f"the body is not one JSON object in UTF-8: {json_fault(error, data)}")
     except RecursionError:
         refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
     return request
@@ -422,6 +425,20 @@ def _holds_nul(value: Any) -> bool:
     if isinstance(value, dict):
         return any("\0" in key or _holds_nul(child) for key, child in value.items())
     return isinstance(value, list) and any(_holds_nul(child) for child in value)
+
+
+def json_fault(error: Exception, data: bytes) -> str:
+    """Return what is wrong with `data`, which could not be decoded for `error`.
+
+    msgspec takes the half of a surrogate pair for the end of the data. A program that cut a text in two wrote it, and
+    would look for bytes that were lost on the way.
+    """
+    sentence = str(error)
+    if "truncated" in sentence or "surrogate" in sentence:
+        half = _HALF.search(data.replace(b"\\\\", b""))  # an escaped backslash escapes nothing
+        if half is not None:
+            return f"{half[0].decode()} is half of a surrogate pair: write both halves, as in \\ud83d\\ude00"
+    return sentence
 
 
 def where(error: msgspec.ValidationError) -> tuple[str | None, str]:

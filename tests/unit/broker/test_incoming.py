@@ -81,6 +81,13 @@ def test_what_only_begins_as_a_batch_is_refused() -> None:
         assert refused.value.code == "invalid_batch", each
 
 
+def test_a_message_with_half_of_a_surrogate_pair_is_named() -> None:
+    with pytest.raises(InvalidMessage, match=r"message 1: \\udfff is half of a surrogate pair"):
+        list(split(rb'{"messages":[{"a":"\ud83d\ude00"},{"a":"\udfff"}]}', 3))
+    with pytest.raises(InvalidMessage, match="message 0: JSON is malformed"):
+        list(split(rb'{"messages":[{"a":x},{"a":"\ud800"}]}', 3))
+
+
 @pytest.mark.parametrize("count", [4, 1001, 5000])
 def test_messages_beyond_the_limit_are_refused(count: int) -> None:
     with pytest.raises(InvalidMessage) as refused:

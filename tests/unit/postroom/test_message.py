@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from datetime import UTC, datetime
 
 import msgspec
@@ -30,6 +31,22 @@ def refused(data: bytes | dict[str, object], **options: object) -> InvalidMessag
     with pytest.raises(InvalidMessage) as caught:
         prepare(encoded, **options)  # type: ignore[arg-type]
     return caught.value
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\uDC00x", r"\ud83d\u0041", r"\ud83d\ude00\ude00", r"\\\udfff"])
+@pytest.mark.parametrize(
+    "field",
+    ['"body":"%s"', '"to":"%s"', '"reply_to":"%s"', '"client_message_id":"%s"', '"mentions":["%s"]', '"meta":{"%s":1}'],
+)
+def test_half_of_a_surrogate_pair_is_named(field: str, half: str) -> None:
+    error = refused(f'{{"meta":{{"a":"\\ud83d\\ude00\\\\ud800"}},{field % half}}}'.encode())
+    assert error.code == "invalid_json"
+    assert re.search(r"\\u[dD]\w{3} is half of a surrogate pair: write both", str(error)), error
+
+
+def test_a_text_that_only_mentions_such_a_half_is_text() -> None:
+    assert decode_request(rb'{"to":"topic:t","body":"\\ud800"}').body == r"\ud800"
+    assert "half" not in str(refused(rb'{"to":"topic:t","body":"\ud83d\ude00\\ud800'))
 
 
 @pytest.mark.parametrize(

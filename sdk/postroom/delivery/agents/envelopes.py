@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom._wire.message import read_traceparent
+from postroom._wire.message import json_fault, read_traceparent
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery
@@ -80,7 +80,8 @@ def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> 
     try:
         payload = _decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage.of("invalid_json", f"the body of {envelope.id} is not JSON: {error}") from error
+        sentence = f"the body of {envelope.id} is not JSON: {json_fault(error, delivery.data)}"
+        raise InvalidMessage.of("invalid_json", sentence) from error
     sender = payload.get("sender") if isinstance(payload, dict) else None
     actor = envelope.actor or (sender if isinstance(sender, str) else "")
     return msgspec.structs.replace(envelope, payload=payload, actor=actor)

@@ -11,7 +11,7 @@ import msgspec
 
 from postroom._wire.accept import AcceptedEvent
 from postroom._wire.cloudevents import META, STRUCTURED, VERSION, CloudEvent
-from postroom._wire.message import Envelope
+from postroom._wire.message import Envelope, json_fault
 from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerFormat
@@ -63,7 +63,9 @@ def read(delivery: Delivery) -> Incoming:
     try:
         msgspec.json.decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed("invalid_payload", f"the payload is not JSON: {clean(str(error))}") from error
+        raise Malformed(
+            "invalid_payload", f"the payload is not JSON: {clean(json_fault(error, delivery.data))}"
+        ) from error
     return Incoming(subject.context, message_id, delivery, subject)
 
 
