@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
-_LOOK_SECONDS: Final = 1.0  # between two queries for rows that ended
+_DAY_MS: Final = 86_400_000
+_LOOK_SECONDS: Final = 1.0  # between two queries for rows that ended, or two looks at the clock
 _PAUSES: Final = Backoff(1.0, 60.0)  # between two tries to report them
 _LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
 _ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
@@ -73,6 +74,15 @@ class BrokerLink:
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
         await self._channel.close()
+
+    async def confirmed_time(self) -> int:
+        """Return the time (ms since the epoch), by which old data may be deleted, once the clock is confirmed.
+
+        That is while the broker's last answer is no older than a day, and agrees with the clock to within a day.
+        """
+        while not self.clock.is_confirmed(now := self._clock(), _DAY_MS):  # noqa: ASYNC110 - any answer may confirm it
+            await asyncio.sleep(_LOOK_SECONDS)
+        return now
 
     @property
     def address(self) -> str:

@@ -127,6 +127,7 @@ class Postroomd:
                     mesh=config.mesh,
                     state_directory=state,
                     features=lambda: relay.features,
+                    confirmed_time=link.confirmed_time,
                 )
             counters = Counters()
             services = Services(
@@ -200,7 +201,7 @@ class Postroomd:
             "relay": self.relay.run(),
             "comparison": self.relay.comparison.run(),
             "outbox": self.outbox.run_until_failure(),
-            "pruning": self.outbox.prune_by_age(),
+            "pruning": self.outbox.prune_by_age(self.link.confirmed_time),
             "connections": self.server.sweep(),
             "watchdog": answer_watchdog(self.outbox),
             "reports": self.reports.run(),

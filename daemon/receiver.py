@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,6 @@ from inbox import Broken, Inbox, InboxSettings, unavailable
 from postroom._wire import spans
 from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
-from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.chassis.runtime import end, in_step, within
@@ -63,14 +62,19 @@ class Receiver:
         mesh: str,
         state_directory: Path,
         features: Callable[[], Features | None],
+        confirmed_time: Callable[[], Awaitable[int]],
     ) -> None:
-        """`features` returns the broker's features, which name the token's owner, None until they are known."""
+        """`features` returns the broker's features, which name the token's owner, None until they are known.
+
+        `confirmed_time` returns the time in ms since the epoch, once the clock can be trusted.
+        """
         self._nats = nats
         self._broker = broker
         self._settings = settings
         self._mesh = mesh
         self._state_directory = state_directory
         self._features = features
+        self._confirmed_time = confirmed_time
         self.counters = FilingCounters()
         self.inbox: Inbox | None = None
         self._connection: Client | None = None
@@ -170,7 +174,7 @@ class Receiver:
     async def _refill(self, inbox: Inbox) -> None:
         while inbox.refill_after is not None:
             member = await self._token_member()
-            oldest = datetime.now(UTC) - timedelta(days=self._settings.retention_days)
+            oldest = datetime.fromtimestamp(await self._oldest_kept() / 1000, UTC)
             try:
                 token = self._broker.token_file.read_text("ascii").strip()
                 async with BrokerClient(self._broker.url, token, ca_file=self._broker.ca_file) as broker:
@@ -182,10 +186,17 @@ class Receiver:
     async def _prune(self, inbox: Inbox) -> None:
         while True:
             try:
-                await inbox.prune(now_ms() - int(self._settings.retention_days * _DAY_MS))
+                await inbox.prune(await self._oldest_kept())
             except PostroomError as error:
                 _log.warning("inbox_not_pruned", reason=str(error))
             await asyncio.sleep(_PRUNE_SECONDS)
+
+    async def _oldest_kept(self) -> int:
+        """Return the moment (ms since the epoch) before which nothing is kept, once the clock can be trusted.
+
+        What is deleted by a clock that is ahead does not come back: the inbox knows it, and the refill leaves it out.
+        """
+        return await self._confirmed_time() - int(self._settings.retention_days * _DAY_MS)
 
     async def _watch(self, inbox: Inbox) -> None:
         """Raise once the file has failed, or the token belongs to another member."""

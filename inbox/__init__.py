@@ -157,7 +157,8 @@ class Inbox:
                 "broker_message_id": message.broker_message_id,
                 "history_id": message.history_id,
                 "destination": message.to,
-                "received_at": now,
+                # never before the broker accepted it: retention would take what a clock that was behind had dated
+                "received_at": max(now, int(message.accepted_at.astimezone(UTC).timestamp() * 1000)),
                 "message": _encode(message),
             }
             for message in messages

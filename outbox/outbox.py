@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -417,11 +417,15 @@ class Outbox(reading.Reader):
         await self._store.submit(Step(lambda transaction: operating.log(transaction, "prune", order, None, detail)))
         return total, last
 
-    async def prune_by_age(self) -> None:
-        """Never return; drop the payloads of done and aborted rows once they are older than `keep_payloads`."""
+    async def prune_by_age(self, confirmed_time: Callable[[], Awaitable[int]]) -> None:
+        """Never return; drop the payloads of done and aborted rows once they are older than `keep_payloads`.
+
+        `confirmed_time` returns the time in ms since the epoch, once the clock can be trusted.
+        """
         while True:
+            now = await confirmed_time()
             try:
-                await self._prune(self._clock() - int(self._settings.keep_payloads * _DAY_MS))
+                await self._prune(now - int(self._settings.keep_payloads * _DAY_MS))
             except PostroomError as error:
                 _log.warning("not_pruned", error=str(error), advice="it is tried again")
             await asyncio.sleep(_PRUNE_EVERY)

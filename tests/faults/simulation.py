@@ -54,6 +54,7 @@ from faults.virtual_time import EPOCH, Crashed, Life, Loop, virtual_loop
 from inbox import InboxSettings
 from outbox import Caller, Outbox
 from postroom._wire.accept import DedupeFeature, Features
+from postroom._wire.ids import now_ms
 from postroom._wire.message import SendRequest, prepare
 from postroom.chassis import sqlite, store
 from postroom.delivery.http.addresses import Guard
@@ -271,9 +272,20 @@ class World:
         while True:
             life = Life(self.loop, "receiver")
             state = self.receiver.state
-            one = Receiver(nats, broker, InboxSettings(), mesh=_MESH, state_directory=state, features=lambda: features)
+            one = Receiver(
+                nats,
+                broker,
+                InboxSettings(),
+                mesh=_MESH,
+                state_directory=state,
+                features=lambda: features,
+                confirmed_time=self._time,
+            )
             life.start(one.run())
             await self._until_crash(life, 30, self.receiver)
+
+    async def _time(self) -> int:
+        return now_ms()
 
     async def _keep_nats(self) -> None:
         """Run NATS."""

@@ -14,6 +14,7 @@ from outbox.model import Caller
 YEARS = 10 * 365 * 24  # hours
 FORTY_DAYS = 40 * 24
 OPERATOR = Caller(0, 0)
+DAY = 24 * 3_600_000  # ms
 MARGIN = 72 * 3_600_000
 
 
@@ -158,6 +159,23 @@ async def test_a_first_start_with_a_clock_years_behind_dates_rows_no_earlier_tha
     await sent(scripted_broker, answers)
     here.run()
     assert {row.status for row in await here.settled("first", "second")} == {"done"}
+
+
+@pytest.mark.parametrize("hours", [YEARS, -YEARS])
+async def test_the_time_to_delete_by_waits_for_an_answer_that_agrees_with_the_clock(scripted_broker, station, hours):
+    here = await station(scripted_broker.url)
+    right = here.clock.now_ms
+    scripted_broker.date = lambda: right() - round(jumped * 3_600_000)
+    jumped = hours
+    here.clock.jump(hours)
+    asked = asyncio.create_task(here.link.confirmed_time())
+    await here.link.features()
+    here.clock.jump(-hours)
+    jumped = 0
+    await asyncio.sleep(0)
+    assert not asked.done()  # the last answer and the clock are years apart
+    await here.link.features()
+    assert abs(await asked - right()) < DAY
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
@@ -19,6 +20,7 @@ from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver
 from inbox import InboxSettings
 from postroom._wire.accept import Features
+from postroom._wire.ids import now_ms
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import TryAgain
 
@@ -39,9 +41,15 @@ async def js(nats_url: str, mesh: str) -> AsyncIterator[JetStreamContext]:
 class Running:
     """A receiver that runs, and whom the broker says that its token speaks for."""
 
-    def __init__(self, directory: Path, nats_url: str, mesh: str, **settings: float) -> None:
+    def __init__(
+        self, directory: Path, nats_url: str, mesh: str, *, clock_is_confirmed: bool = True, **settings: float
+    ) -> None:
         self.state = directory / "state"
         self.member = "alice"
+        self.clock_confirmed = asyncio.Event()
+        if clock_is_confirmed:
+            self.clock_confirmed.set()
+        self.asked_for_the_time = 0
         self.mesh = mesh
         token = directory / "token"
         token.write_text("nobody checks it")
@@ -52,8 +60,14 @@ class Running:
             mesh=mesh,
             state_directory=self.state,
             features=lambda: Features(mesh=mesh, member=self.member, max_batch=1),
+            confirmed_time=self._time,
         )
         self.task = asyncio.create_task(self.receiver.run())
+
+    async def _time(self) -> int:
+        self.asked_for_the_time += 1
+        await self.clock_confirmed.wait()
+        return now_ms()
 
     async def filed(self, number: int) -> None:
         """Wait until so many messages were filed since the start."""
@@ -72,7 +86,7 @@ Start = Callable[..., Awaitable[Running]]
 async def start(short_directory: Path, nats_url: str, mesh: str) -> AsyncIterator[Start]:
     started: list[Running] = []
 
-    async def begin(**settings: float) -> Running:
+    async def begin(**settings: Any) -> Running:
         started.append(Running(short_directory, nats_url, mesh, **settings))
         await until(lambda: started[-1].receiver.trouble() is None)
         return started[-1]
@@ -110,7 +124,7 @@ async def test_a_token_of_another_member_brings_that_members_messages(
     assert ids_in(running.state) == ["id-1", "id-2"]
 
 
-async def test_what_is_older_than_the_retention_is_deleted_at_a_start(
+async def test_what_is_older_than_the_retention_is_deleted_once_the_clock_is_confirmed(
     start: Start, js: JetStreamContext, mesh: str
 ) -> None:
     running = await start()
@@ -118,7 +132,10 @@ async def test_what_is_older_than_the_retention_is_deleted_at_a_start(
     await running.filed(1)
     await running.stop()
     assert ids_in(running.state) == ["id-1"]
-    again = await start(retention_days=1e-9)
+    again = await start(retention_days=1e-9, clock_is_confirmed=False)
+    await until(lambda: again.asked_for_the_time)
+    assert ids_in(again.state) == ["id-1"]
+    again.clock_confirmed.set()
     await until(lambda: ids_in(again.state) == [])
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -106,6 +107,14 @@ async def test_retention_deletes_what_is_old_and_nothing_else(inbox: Inbox, cloc
     assert await inbox.prune(clock.now) == 2500
     assert await bodies(inbox) == ["message 3000"]
     assert await inbox.prune(clock.now) == 0
+
+
+async def test_a_clock_that_is_behind_makes_nothing_old(inbox: Inbox, clock: Clock) -> None:
+    clock.now -= 10 * 365 * DAY * 1000
+    accepted_at = datetime(2026, 11, 21, 9, 0, tzinfo=UTC)
+    await inbox.file([message(1, accepted_at=accepted_at)])
+    (filed,) = (await inbox.page(None, None, 1)).messages
+    assert filed.received_at == int(accepted_at.timestamp() * 1000)
 
 
 async def test_what_retention_took_does_not_come_back(inbox: Inbox, clock: Clock) -> None:

@@ -111,7 +111,7 @@ async def test_the_room_of_a_row_is_what_the_file_says(outbox: Outbox, database:
     assert [(size, room_of(size)) for size, _ in sizes] == sizes
 
 
-async def test_payloads_go_after_a_time_and_rows_that_waited_longer_do_not_hold_them_up(
+async def test_payloads_go_after_a_time_by_a_confirmed_clock_and_rows_that_waited_longer_do_not_hold_them_up(
     tmp_path: Path, clock: Clock
 ) -> None:
     async with await Outbox.open(tmp_path, OutboxSettings(keep_payloads=1), clock=clock) as outbox:
@@ -121,12 +121,20 @@ async def test_payloads_go_after_a_time_and_rows_that_waited_longer_do_not_hold_
         await relayed(outbox)
         clock.forward(86_400 + 1)
         await row_in(outbox, "done", "young")
-        pruning = asyncio.create_task(outbox.prune_by_age())
+        confirmed = asyncio.Event()
+
+        async def confirmed_time() -> int:
+            await confirmed.wait()
+            return clock.now
+
+        pruning = asyncio.create_task(outbox.prune_by_age(confirmed_time))
 
         async def all_are_pruned() -> bool:
             row = await outbox.find("old-299")
             return row is not None and row.payload_pruned_at is not None
 
+        assert not await all_are_pruned()
+        confirmed.set()
         await until_so(all_are_pruned)
         pruning.cancel()
         rows = {row.client_message_id: row.payload_pruned_at async for row in outbox.export(RowFilter())}
