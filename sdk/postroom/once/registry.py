@@ -16,12 +16,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from postroom._wire.once import KeyState
+from postroom._wire.once import KeysQuery, KeyState
 from postroom._wire.retry import STEADY, Backoff, Patience, error_text, retrying
 from postroom.chassis.config import MAX_DAYS, MAX_SECONDS
 from postroom.claims import Dead, Ended, Later, leases
@@ -240,8 +240,8 @@ async def open_registry(
     of one host, `memory:` for one process, without persistence. What is missing there is created.
 
     Keys of all programs that ended more than `keep_days` ago are deleted, at once and every hour. The default is
-    90 days, and in Postgres never, since a worker of that database does it (its `once.keep_days`). See
-    `Registry.purge`.
+    90 days, and in Postgres never, since a worker of that database does it (its `once.keep_days`). Where all keys are
+    that old none is deleted: the clock may be wrong. See `Registry.purge`.
 
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
     """
@@ -253,22 +253,38 @@ async def open_registry(
         if keep_days is None and _is_postgres(url):
             yield registry
         else:
-            async with _forgetting(registry, KEEP_DAYS if keep_days is None else keep_days):
+            async with _forgetting(registry, store, KEEP_DAYS if keep_days is None else keep_days):
                 yield registry
     finally:
         await store.close()
 
 
 @asynccontextmanager
-async def _forgetting(registry: Registry, keep_days: float) -> AsyncIterator[None]:
-    async def hourly() -> None:
+async def _forgetting(registry: Registry, store: Store, keep_days: float) -> AsyncIterator[None]:
+    """Forget old keys for the time of the block, at once and every hour.
+
+    A host's clock may be years ahead for a moment, and what was forgotten by it is done again. So no key is old unless
+    another one, which was there an hour ago, is not.
+    """
+    kept = timedelta(days=keep_days, seconds=2 * _BETWEEN_PURGES)
+
+    async def latest_end() -> datetime | None:
+        return next((key.lease_until or key.settled_at for key in await store.find(KeysQuery(limit=1))), None)
+
+    async def look(latest: datetime | None) -> None:
+        if latest is not None and datetime.now(UTC) - latest < kept:
+            await registry.forget_old(keep_days)
+
+    async def hourly(latest: datetime | None) -> None:
         while not going_on.cancelling():  # an error of a clean-up may have replaced the cancellation
             await registry.sleep(_BETWEEN_PURGES)
             with suppress(PostroomError):  # each claim reports an unreachable store; the next hour makes up for it
-                await registry.forget_old(keep_days)
+                await look(latest)
+                latest = await latest_end()
 
-    await registry.forget_old(keep_days)
-    going_on = asyncio.create_task(hourly(), name="idempotency retention")
+    latest = await latest_end()
+    await look(latest)
+    going_on = asyncio.create_task(hourly(latest), name="idempotency retention")
     try:
         yield
     finally:

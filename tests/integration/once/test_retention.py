@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 from support.mailroom import worker
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
 from postroom.once import Registry, Result, Run, Scope, Store, open_registry
+from postroom.once.registry import _forgetting
 from postroom.once.sqlite import SqliteStore
 
 OLD, NEW = Scope("shop", "orders", "old", "billing"), Scope("shop", "orders", "new", "billing")
@@ -36,6 +38,28 @@ async def test_a_file_forgets_what_ended_too_long_ago_when_it_is_opened(
             {OLD.columns} if kept else set()
         )
         await store.close()
+
+
+async def test_a_clock_that_may_be_ahead_forgets_nothing(tmp_path: Path) -> None:
+    """Under it every key looks old, but for those that end meanwhile; an hour later it is believed."""
+    file, hours, slept = tmp_path / "once.db", asyncio.Semaphore(0), 0
+    before = await SqliteStore.open(file, lambda: time.time() - 3650 * DAY)
+    await end(before, OLD)
+    await before.close()
+
+    async def sleep(_seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        await hours.acquire()
+
+    store = await SqliteStore.open(file)
+    async with _forgetting(Registry(store, sleep=sleep), store, 90):
+        await end(store, NEW)
+        for hour, left in ((1, {OLD.columns, NEW.columns}), (2, {NEW.columns})):
+            hours.release()
+            await until(lambda hour=hour: slept == hour + 1)
+            assert set(await store.look_up([OLD.columns, NEW.columns])) == left
+    await store.close()
 
 
 @pytest.mark.parametrize(
