@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import signal
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -97,6 +100,30 @@ def retry(row_id: str, wait_ms: int = 0, *, burns_attempt: bool = True) -> Settl
         last_error="unavailable: the broker is away",
         burns_attempt=burns_attempt,
     )
+
+
+_DIES = """
+import os, signal, sys
+from pathlib import Path
+
+rename, left = Path.rename, int(sys.argv[1])
+
+def rename_or_die(self, target):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return rename(self, target)
+
+Path.rename = rename_or_die
+paths = [Path(each) for each in sys.argv[2:]]
+"""
+
+
+async def killed_at_a_rename(before: int, code: str, *paths: Path) -> None:
+    """Run `code`, which finds `paths`, in a process that is killed where it renames a file, after so many `before`."""
+    dies = await asyncio.create_subprocess_exec(sys.executable, "-c", _DIES + code, str(before), *map(str, paths))
+    assert await dies.wait() == -signal.SIGKILL
 
 
 @contextmanager

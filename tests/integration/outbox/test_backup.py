@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import signal
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.outboxes import ALICE, OPERATOR, WHY, accepted, done, opened, send
+from support.outboxes import ALICE, OPERATOR, WHY, accepted, done, killed_at_a_rename, opened, send
 from support.small_disk import run_on_a_small_disk
 from support.waiting import until
 
@@ -270,32 +268,13 @@ async def test_the_log_of_an_outbox_that_is_gone_is_not_read_into_the_restored_o
     assert [file.read_bytes() for file in state.glob("outbox.db.damaged-*-wal")] == [log]
 
 
-DIES = """
-import os, signal, sys
-from pathlib import Path
-from outbox.backup import restore
-
-rename, left = Path.rename, int(sys.argv[3])
-
-def rename_or_die(self, target):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    return rename(self, target)
-
-Path.rename = rename_or_die
-restore(Path(sys.argv[1]), Path(sys.argv[2]), "the disk was lost")
-"""
-
-
 @pytest.mark.parametrize("renames", range(4))
 async def test_a_restore_that_is_killed_is_done_again_and_what_was_there_stays_together(
     killed: Path, open_outbox: OpenOutbox, state: Path, database: Path, renames: int
 ) -> None:
     before = [Path(f"{database}{part}").read_bytes() for part in ("", "-wal")]
-    dies = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, str(state), str(killed), str(renames))
-    assert await dies.wait() == -signal.SIGKILL
+    code = "from outbox.backup import restore\nrestore(*paths, 'the disk was lost')"
+    await killed_at_a_rename(renames, code, state, killed)
     restore(state, killed, "the disk was lost")
     async with await open_outbox() as outbox:
         assert (await outbox.counts()).rows["pending"] == 1

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import hashlib
-import signal
 import sqlite3
 import sys
 import time
@@ -13,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.outboxes import START, WHY, accepted, counted, done, opened, row_in, send
+from support.outboxes import START, WHY, accepted, counted, done, killed_at_a_rename, opened, row_in, send
 
 from outbox import Outbox
 from outbox.model import SCHEMA
@@ -295,32 +294,12 @@ async def test_a_new_file_that_cannot_be_written_is_74_and_a_sentence(state: Pat
     assert database.read_bytes() == before
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from outbox.recover import recover
-
-rename, left = Path.rename, int(sys.argv[2])
-
-def rename_or_die(self, target):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    return rename(self, target)
-
-Path.rename = rename_or_die
-recover(Path(sys.argv[1]))
-"""
-
-
 @pytest.mark.usefixtures("with_a_log")
 @pytest.mark.parametrize("renames", range(4))
 async def test_a_recovery_that_is_killed_is_done_again(
     state: Path, database: Path, open_outbox: OpenOutbox, renames: int
 ) -> None:
-    recovery = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, str(state), str(renames))
-    assert await recovery.wait() == -signal.SIGKILL
+    await killed_at_a_rename(renames, "from outbox.recover import recover\nrecover(*paths)", state)
     if renames:
         with pytest.raises(Fatal, match="postroom outbox recover") as refusal:
             await open_outbox()
