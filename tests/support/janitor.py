@@ -1,7 +1,8 @@
 """Clears up after a test session that was killed: `python janitor.py DIRECTORY` waits for the end of its input.
 
-Whatever a session starts ends with it by itself, but for what `postroom up --detach` leaves running on purpose. That
-is ended by the pid files of its supervisors below the directory, and the directory removed.
+Whatever a session starts ends with it by itself, but for what `postroom up --detach` leaves running on purpose, and
+the shell that types the commands of a page. They are found by the pid files of supervisors below the directory, and by
+a home below it; they are ended, and the directory removed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from embedded import ProcessIdentity
@@ -33,12 +34,30 @@ def clearing_up(directory: Path) -> Iterator[None]:
 
 
 def clear_up(directory: Path) -> None:
-    """End every supervisor below the directory, which takes its programs along, and remove the directory."""
+    """End every process that lives below the directory and every supervisor there, and remove the directory.
+
+    A supervisor takes its programs along. A shell that went on would start another one.
+    """
+    while living := _living_in(directory):
+        for process in living:
+            process.end(*_STEPS)
     for file in directory.rglob("up.pid"):
         supervisor = ProcessIdentity.read(file)
         if supervisor is not None:
             supervisor.end(*_STEPS)
     wait_until(lambda: _removed(directory), _SECONDS)
+
+
+def _living_in(directory: Path) -> list[ProcessIdentity]:
+    """Return the processes that have a home below the directory, the oldest first."""
+    home = f"HOME={directory}/".encode()
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if any(each.startswith(home) for each in (process / "environ").read_bytes().split(b"\0")):
+                pids.append(int(process.name))
+    found = [ProcessIdentity.of(pid) for pid in pids]
+    return sorted((each for each in found if each is not None), key=lambda each: each.started)
 
 
 def _removed(directory: Path) -> bool:

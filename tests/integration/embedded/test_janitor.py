@@ -50,6 +50,23 @@ def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(t
     assert detached is None or detached.wait(SECONDS)
 
 
+def test_a_shell_of_a_killed_session_types_nothing_more(tmp_path: Path) -> None:
+    """It would start what nobody ends, in the directory that it makes anew."""
+    directory = tmp_path / "session"
+    home = directory / "1"
+    home.mkdir(parents=True)
+    shell = ["bash", "-c", "while sleep 0.1; do mkdir -p ~/mailroom; done"]
+    janitor = [sys.executable, TESTS / "support/janitor.py", directory]
+    with subprocess.Popen(shell, env={"HOME": str(home), "PATH": "/usr/bin:/bin"}, start_new_session=True) as typing:
+        try:
+            assert wait_until((home / "mailroom").exists, SECONDS)
+            subprocess.run(janitor, stdin=subprocess.DEVNULL, env={"PYTHONPATH": str(TESTS)}, check=True)
+            assert typing.poll() is not None
+        finally:
+            typing.kill()
+    assert not directory.exists()
+
+
 def test_what_a_server_writes_before_it_ends_too_is_removed_as_well(tmp_path: Path) -> None:
     directory = tmp_path / "session"
     janitor = [sys.executable, TESTS / "support/janitor.py", directory]
