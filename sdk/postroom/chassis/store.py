@@ -151,8 +151,9 @@ class OwnedFile:
             return
         self._ended = True
         if clean:
-            os.ftruncate(self._lock, 0)
-            os.fsync(self._lock)
+            with contextlib.suppress(OSError):  # then the next start checks the file
+                os.ftruncate(self._lock, 0)
+                os.fsync(self._lock)
         os.close(self._lock)
 
     def _read(self) -> str:

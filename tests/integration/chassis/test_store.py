@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 import sys
 import threading
 from contextlib import closing
 from importlib.metadata import requires
 from pathlib import Path
+from unittest.mock import Mock
 
 import aiosqlite
 import pytest
@@ -461,6 +463,21 @@ async def test_a_sound_file_is_opened_after_an_unclean_stop(tmp_path: Path) -> N
     async with opened_store(tmp_path) as store:
         await write(store, 1)
     killed(tmp_path)
+    async with opened_store(tmp_path) as store:
+        assert await numbers(store) == [1]
+
+
+async def test_a_disk_that_fails_as_a_store_is_closed_leaves_it_unlocked_and_to_be_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await open_store(tmp_path)
+    await write(store, 1)
+    with monkeypatch.context() as failing:
+        failing.setattr("postroom.chassis.store.os.ftruncate", Mock(side_effect=OSError(errno.EIO, "no disk")))
+        await store.close()
+    again = OwnedFile(tmp_path, "notes")
+    assert again.unclean
+    again.end(clean=False)
     async with opened_store(tmp_path) as store:
         assert await numbers(store) == [1]
 
