@@ -117,8 +117,8 @@ class Inbox:
     ) -> Self:
         """Lock the file in `directory`, check it after an unclean stop, migrate it.
 
-        A damaged one is renamed, never overwritten, and a new one takes its place, which has to be refilled from the
-        broker's history. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer than the program or
+        A damaged one is renamed, never overwritten. A new one in its place, or in that of one that was removed, has to be
+        refilled from the broker's history. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer than the program or
         not an inbox, 75 or 74 while the disk is full or fails.
         """
         file, now = OwnedFile(directory, NAME), clock()
@@ -128,7 +128,7 @@ class Inbox:
             _log.error("inbox_damaged", fault=fault, set_aside=aside.name, advice="it is refilled from the broker")
 
         def create(db: sqlite3.Connection) -> None:
-            refill_after = None if file.damaged is None else 0
+            refill_after = None if file.is_first else 0
             db.execute(_WRITE["create_file"], {"id": new_id(), "created_at": now, "refill_after": refill_after})
             db.execute(_WRITE["first_position"], {"created_at": now})
 

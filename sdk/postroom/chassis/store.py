@@ -82,7 +82,7 @@ _log = structlog.get_logger(__name__)
 
 
 class OwnedFile:
-    """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order.
+    """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order, `is_first` that it has had none.
 
     The process that owns the file holds `<name>.lock`, next to it, with flock(2); that has the process's id in it until
     a clean stop empties it. A lock file with an id that no process holds means that the last owner was killed.
@@ -97,7 +97,9 @@ class OwnedFile:
         self.path = directory.resolve() / f"{name}.db"
         try:
             private_directory(directory, may_be_anothers=may_be_anothers)
-            self._lock = open_private(directory / f"{name}.lock")
+            lock = directory / f"{name}.lock"
+            self.is_first = not lock.exists()
+            self._lock = open_private(lock)
             if may_be_anothers:
                 hand_over(self._lock, directory)
         except OSError as error:

@@ -53,6 +53,23 @@ async def test_a_damaged_file_is_set_aside_and_a_new_one_is_due_to_be_refilled(
     await again.close()
 
 
+async def test_a_file_that_was_removed_is_refilled_above_the_positions_that_it_gave(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path, clock: Clock
+) -> None:
+    assert inbox.refill_after is None
+    await inbox.file([message(1)])
+    (before,) = (await inbox.page(None, None, 1)).messages
+    await inbox.close()
+    database.unlink()
+    clock.forward(3600)
+    again = await open_inbox()
+    assert again.refill_after == 0
+    await again.file([message(1)])
+    (after,) = (await again.page(None, None, 1)).messages
+    assert after.position > before.position
+    await again.close()
+
+
 async def test_a_refill_goes_on_where_it_had_come_to(inbox: Inbox, open_inbox: OpenInbox, database: Path) -> None:
     await inbox.close()
     database.rename(database.with_name("inbox.db.damaged-1"))  # as a crash between the two leaves it
