@@ -46,6 +46,7 @@ class PostgresClaims:
             key_arrays=arrays(1, table.key),
             renewed_arrays=arrays(3, table.key),
             settled_arrays=arrays(8, table.key),
+            wanted_key=", ".join(f"wanted.{column}" for column in table.key),
             held_key=", ".join(f"held.{column}" for column in table.key),
             verdict_key=", ".join(f"verdict.{column}" for column in table.key),
         )
@@ -63,6 +64,7 @@ class PostgresClaims:
             for key in [tuple(columns)]
         }
         if refused := [key for key in rows if key not in states]:
+            await self._fetch(self._steps["set_back"], *_columns(refused))
             found = await self.look_up(refused)
             deleted = Held(datetime.now(UTC), 0.0)  # between the two statements: free by now
             states |= {key: found[key].state if key in found else deleted for key in refused}

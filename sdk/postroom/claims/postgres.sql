@@ -23,6 +23,16 @@ WHERE NOT ({ended})
   AND (known.{lease_until} IS NULL OR known.owner = excluded.owner OR known.{lease_until} <= clock_timestamp())
 RETURNING {known_key}, attempts, last_error, {lease_until};
 
+-- name: set_back
+-- The clock was set back behind the beginning of these attempts, so that their leases would end late, perhaps by years: each
+-- ends as late from now as it did from its beginning, which is after its holder has let go, if that lives.
+--   $1… key
+UPDATE {table} AS known SET
+  {lease_until} = known.{lease_until} - known.{begun_at} + clock_timestamp(),
+  {begun_at} = clock_timestamp()
+FROM unnest({key_arrays}) AS wanted ({key})
+WHERE ({known_key}) = ({wanted_key}) AND known.{lease_until} IS NOT NULL AND known.{begun_at} > clock_timestamp();
+
 -- name: look_up
 -- The rows of keys, whatever their owner.
 --   $1… key
@@ -31,9 +41,11 @@ FROM unnest({key_arrays}) AS wanted ({key})
 JOIN {table} AS known USING ({key});
 
 -- name: renew
--- Prolongs leases; returns the position and the end of each.
+-- Prolongs leases; returns the position and the end of each. None began later than now.
 --   $1 lease  $2 owners  $3… key
-UPDATE {table} AS known SET {lease_until} = clock_timestamp() + $1::interval
+UPDATE {table} AS known SET
+  {lease_until} = clock_timestamp() + $1::interval,
+  {begun_at} = least(known.{begun_at}, clock_timestamp())
 FROM unnest($2::{owner}[], {renewed_arrays}) WITH ORDINALITY AS held (owner, {key}, position)
 WHERE ({known_key}) = ({held_key}) AND known.owner = held.owner AND known.{lease_until} > clock_timestamp()
 RETURNING held.position, known.{lease_until};

@@ -30,10 +30,11 @@ ONE, TWO, THREE = "m-1", "m-2", "m-3"
 
 @dataclass
 class Table:
-    """A table under test: `expire` lets every lease run out; rows are wanted and found by a short name."""
+    """A table under test; rows are wanted and found by a short name."""
 
     claims: Claims
-    expire: Callable[[], Awaitable[None]]
+    expire: Callable[[], Awaitable[None]]  # lets every lease run out
+    set_back: Callable[[], Awaitable[None]]  # by ten years, the clock by which leases have begun
     row: Callable[[str], tuple[Any, ...]]
     expired: str  # the last error of an attempt that ended without a word
     keeps_results: bool = False
@@ -75,11 +76,24 @@ async def inbox_messages(url: str) -> AsyncIterator[Table]:
         )
         await pool.execute(query, context)
 
+    async def set_back() -> None:
+        query = (
+            "UPDATE postroom.inbox_messages SET begun_at = begun_at + interval '10 years', "
+            "leased_until = leased_until + interval '10 years' WHERE source_context = $1 AND owner IS NOT NULL"
+        )
+        await pool.execute(query, context)
+
     inbox = InboxMessages(pool, "mine", lease_seconds=LEASE)
     try:
         said = "sea.event.x.v1", None
         yield Table(
-            inbox._claims, expire, lambda name: (context, name, "mine", *said), "ack_timeout", buries=True, given=2
+            inbox._claims,
+            expire,
+            set_back,
+            lambda name: (context, name, "mine", *said),
+            "ack_timeout",
+            buries=True,
+            given=2,
         )
     finally:
         await pool.close()
@@ -94,9 +108,16 @@ async def idempotency_keys(url: str) -> AsyncIterator[Table]:
         query = "UPDATE postroom_once.idempotency_keys SET lease_until = now() WHERE state = 'PENDING'"
         await connection.execute(query)
 
+    async def set_back() -> None:
+        query = (
+            "UPDATE postroom_once.idempotency_keys SET begun_at = begun_at + interval '10 years', "
+            "lease_until = lease_until + interval '10 years' WHERE state = 'PENDING'"
+        )
+        await connection.execute(query)
+
     try:
         await connection.execute("TRUNCATE postroom_once.idempotency_keys")
-        yield Table(store, expire, of_registry, "lease_expired", keeps_results=True)
+        yield Table(store, expire, set_back, of_registry, "lease_expired", keeps_results=True)
     finally:
         await connection.close()
         await store.close()
@@ -109,9 +130,12 @@ async def in_sqlite(file: Path | None) -> AsyncIterator[Table]:
     async def expire() -> None:
         now[0] += LEASE + 1
 
+    async def set_back() -> None:
+        now[0] -= 10 * 365.25 * 86_400
+
     store = await SqliteStore.open(file, lambda: now[0])
     try:
-        yield Table(store, expire, of_registry, "lease_expired", keeps_results=True)
+        yield Table(store, expire, set_back, of_registry, "lease_expired", keeps_results=True)
     finally:
         await store.close()
 
@@ -227,6 +251,26 @@ async def test_a_lease_that_is_renewed_runs_on(table: Table) -> None:
     assert held.until == until
     assert claim.lease_until is not None
     assert held.until >= claim.lease_until
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+async def test_a_lease_that_began_under_a_clock_ahead_ends_a_lease_after_that_is_set_back(
+    table: Table, *, renewed: bool
+) -> None:
+    assert await table.settle(await table.claimed(), BUSY)
+    claim = await table.claimed()
+    await table.set_back()
+    if renewed:
+        assert await table.renew(claim) is not None
+    (held,), (again,) = await table.claim(ONE), await table.claim(ONE)
+    assert isinstance(held, Held)
+    assert isinstance(again, Held)
+    assert 0 < held.seconds <= LEASE
+    assert again.until == held.until  # looking does not prolong it
+    assert await table.renew(claim) is not None
+    await table.expire()
+    taken = await table.claimed()
+    assert (taken.attempt, taken.last_error) == (3, table.expired)
 
 
 async def test_another_owner_settles_and_renews_nothing(table: Table) -> None:

@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
-from postroom.once import Held, Run, Scope, open_registry
+from postroom.once import Run, Scope, open_registry
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import new_owner
 from postroom.once.sqlite import SqliteStore
@@ -197,37 +197,6 @@ async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path
         await PostgresStore.open("postgresql://host:port/")
     with pytest.raises(PostroomError, match="No such file"):
         await SqliteStore.open(tmp_path / "absent" / "once.db")
-
-
-@pytest.mark.parametrize("renewed", [False, True])
-async def test_a_clock_that_was_years_ahead_holds_a_key_for_a_lease_and_no_longer(
-    tmp_path: Path, *, renewed: bool
-) -> None:
-    now = [2_000_000_000.0]
-    store = await SqliteStore.open(tmp_path / "once.db", lambda: now[0])
-    key = ("acme", "orders", "", "k")
-
-    async def claimed(owner: str) -> object:
-        (state,) = await store.claim([(*key, "PENDING")], owner, 30)
-        return state
-
-    assert isinstance(await claimed("mine"), Run)
-    now[0] -= 300_000_000
-    if renewed:
-        assert await store.renew([(key, "mine")], 30) != [None]
-    for _ in range(2):  # looking does not prolong it
-        held = await claimed("another")
-        assert isinstance(held, Held)
-        assert 0 < held.seconds <= 30
-        now[0] += 14
-    assert await store.renew([(key, "mine")], 30) != [None]
-    now[0] += 29
-    assert isinstance(await claimed("another"), Held)
-    now[0] += 1
-    taken = await claimed("another")
-    assert isinstance(taken, Run)
-    assert (taken.attempt, taken.last_error) == (2, "lease_expired")
-    await store.close()
 
 
 @pytest.mark.parametrize("url", ["", "mysql://host/db", "sqlite:once.db", "sqlite://once.db", "memory", "memory:x"])

@@ -10,7 +10,7 @@ known.processed_at IS NOT NULL OR known.dead_at IS NOT NULL
 
 -- name: begin
 -- What an attempt changes in addition to its owner.
-leased_until = excluded.leased_until
+begun_at = {now}, leased_until = excluded.leased_until
 
 -- name: settle
 -- What its end changes.

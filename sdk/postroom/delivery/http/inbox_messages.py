@@ -45,7 +45,7 @@ _TABLE: Final = Table(
     "postroom.inbox_messages",
     ("source_context", "message_id", "consumer"),
     "leased_until",
-    "received_at",
+    "begun_at",
     expired=ACK_TIMEOUT,
     given=("subject", "causation_id"),
     owner="uuid",

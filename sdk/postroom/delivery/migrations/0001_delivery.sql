@@ -220,6 +220,7 @@ CREATE TABLE postroom.inbox_messages (
   dead_at timestamptz,
   dead_reason text,
   owner uuid,
+  begun_at timestamptz NOT NULL DEFAULT now(),  -- the latest attempt
   leased_until timestamptz,
 
   PRIMARY KEY (source_context, message_id, consumer),
