@@ -73,6 +73,7 @@ _ROUNDING: Final = timedelta(milliseconds=1)  # at least that of the time that a
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
 _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _PLACE: Final = re.compile(r"(?P<stream>[^/]+)/(?P<sequence>[1-9][0-9]{0,17})")
+_SENDABLE: Final = re.compile(r"(?!Nats-)[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # names of headers; a server stores others too
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
 Log = Callable[[Connection, str, Sequence[str], str], Awaitable[None]]
@@ -311,7 +312,7 @@ class LetterOperations:
         """Send the message of one letter again."""
         assert self._js is not None  # noqa: S101 - that was checked
         new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
-        kept = [name for name in letter.headers if not name.startswith("Nats-") and name not in ours]
+        kept = [name for name in letter.headers if _SENDABLE.fullmatch(name) and name not in ours]
         first_id = letter.headers.get(REPLAY_OF) or letter.message_id
         said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
         headers = {name: letter.headers[name] for name in kept} | {name: text for name, text in said.items() if text}

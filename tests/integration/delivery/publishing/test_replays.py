@@ -44,7 +44,13 @@ async def dead(office: Any) -> list[str]:
 
 
 async def keep(
-    office: Any, id_: str, *, consumer: str = "billing", payload: str | None = "{}", subject: str | None = None
+    office: Any,
+    id_: str,
+    *,
+    consumer: str = "billing",
+    payload: str | None = "{}",
+    subject: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> None:
     """Keep a letter as an agent does."""
     letter = DeadLetter(
@@ -54,6 +60,7 @@ async def keep(
         attempts=1,
         consumer=consumer,
         payload=payload,
+        headers=headers or {},
     )
     await StreamLetters(office.js, office.context).keep(letter)
 
@@ -190,3 +197,13 @@ async def test_a_letter_of_a_subject_that_no_stream_has_asks_nothing_of_the_serv
     assert all("no stream has" in sentence for sentence in failed.values())
     assert len(await office.messages()) == len(dead) + 1
     assert await notes(office) == sorted(dead)
+
+
+async def test_headers_that_no_client_may_send_are_left_out_of_a_replay(office: Any) -> None:
+    """A server stores them from any publisher; those of the server's own stay out however they are written."""
+    await office.add_stream()
+    odd = ("two words", "größe", "a/b", "", " ", "line\r\nbreak", " Nats-Expected-Stream", "Nats-Rollup\t")
+    await keep(office, "odd", consumer="", headers={"X-Said": "so\r\nit is", **dict.fromkeys(odd, "all")})
+    assert await settle(office, await find(office)) == ["odd~.1"]
+    (replayed,) = await office.messages()
+    assert replayed.headers == {"X-Said": "so  it is", "Nats-Msg-Id": "odd~.1", "Postroom-Replay-Of": "odd"}
