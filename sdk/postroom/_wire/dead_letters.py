@@ -45,6 +45,11 @@ class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     payload_base64: str | None = None
     payload_omitted: bool = False  # NATS takes no letter so large: the record has payload and headers
 
+    def __post_init__(self) -> None:
+        """Refuse a payload that is not base64, which another program may have written."""
+        if self.payload_base64 is not None:
+            base64.b64decode(self.payload_base64)
+
     @property
     def has_payload(self) -> bool:
         """Whether the original message is in the letter."""

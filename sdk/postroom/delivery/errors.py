@@ -107,16 +107,16 @@ def not_failing(source: str, key: str) -> NotFound:
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     """Refuse a replay that no consumer would take, or that the server would take for a request to itself."""
-    why = f"its consumer {consumer} does not consume {subject} now; start it first"
+    why = f"its consumer {consumer!r} does not consume {subject!r} now; start it first"
     if not consumer:
-        why = f"no stream has its subject {subject}; declare one that has it, or drop the letter"
+        why = f"no stream has its subject {subject!r}; declare one that has it, or drop the letter"
     return Conflict.of("consumer_gone", f"cannot replay {letter}: {why}")
 
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
     """Refuse to settle a letter whose row is in another database, where it would stay unsettled."""
     detail = (
-        f"the dead letter {letter} is in another database, that of its consumer {consumer}: "
+        f"the dead letter {letter} is in another database, that of its consumer {consumer!r}: "
         "ask a broker on that database (POSTROOM_BROKER_URL)"
     )
     return Conflict.of("letter_elsewhere", detail)

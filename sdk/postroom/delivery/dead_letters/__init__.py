@@ -203,6 +203,9 @@ def _read(message: Msg) -> StreamedLetter:
         letter = msgspec.json.decode(message.data, type=DeadLetter)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         letter = None
+    if letter is not None and not letter.message_id and not letter.stream:
+        # Another program's: it is known by its own place, so that two of them are not replayed as one message.
+        letter = msgspec.structs.replace(letter, stream=stream, sequence=sequence)
     own = message_id_of({name: headers[name] for name in (MESSAGE_ID, EPOCH) if name in headers}, b"")
     return StreamedLetter(
         stream,

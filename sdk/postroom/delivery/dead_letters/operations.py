@@ -74,7 +74,7 @@ _CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
 _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _PLACE: Final = re.compile(r"(?P<stream>[^/]+)/(?P<sequence>[1-9][0-9]{0,17})")
 _SENDABLE: Final = re.compile(r"(?!Nats-)[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # names of headers; a server stores others too
-_REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
+_REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]{1,18})")
 
 Log = Callable[[Connection, str, Sequence[str], str], Awaitable[None]]
 """Logs, in the connection's transaction, a verb that was done, the ids of its letters, and the reason."""
@@ -298,7 +298,7 @@ class LetterOperations:
                 stream = await self._js.find_stream_name_by_subject(letter.original_subject)
                 if letter.consumer:  # without one it is another program's, for all consumers
                     await self._js.consumer_info(stream, letter.consumer)
-            except NotFoundError:
+            except (NotFoundError, ValueError):  # no consumer may have a name that nats-py refuses
                 self._there[wanted] = False
             except NATS_ERRORS as error:
                 raise from_nats(error, f"replaying the dead letter {id_}") from error

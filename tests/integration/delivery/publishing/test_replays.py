@@ -186,6 +186,8 @@ async def test_a_letter_of_a_subject_that_no_stream_has_asks_nothing_of_the_serv
     await office.js.publish(f"{office.context}.event.order_placed.v1", b"{}")
     await keep(office, "forged", consumer="", subject=purge)
     await keep(office, "unheard", consumer="", subject=f"{office.context}.never.declared")
+    await keep(office, "steering", consumer="", subject=f"{office.context}.never\nOK\x1b[2J")
+    await keep(office, "driving", consumer="none\nOK\x1b[2J")
     found = await find(office)
     outcomes = await settle(office, found)
     failed = {
@@ -193,8 +195,9 @@ async def test_a_letter_of_a_subject_that_no_stream_has_asks_nothing_of_the_serv
         for stored, outcome in zip(found, outcomes, strict=True)
         if isinstance(outcome, PostroomError) and stored.letter
     }
-    assert failed.keys() == {"forged", "unheard"}
-    assert all("no stream has" in sentence for sentence in failed.values())
+    assert failed.keys() == {"forged", "unheard", "steering", "driving"}
+    assert all("no stream has" in failed[name] for name in ("forged", "unheard", "steering"))
+    assert all(sentence.isprintable() for sentence in failed.values())
     assert len(await office.messages()) == len(dead) + 1
     assert await notes(office) == sorted(dead)
 
@@ -207,3 +210,47 @@ async def test_headers_that_no_client_may_send_are_left_out_of_a_replay(office: 
     assert await settle(office, await find(office)) == ["odd~.1"]
     (replayed,) = await office.messages()
     assert replayed.headers == {"X-Said": "so  it is", "Nats-Msg-Id": "odd~.1", "Postroom-Replay-Of": "odd"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "refused"),
+    [
+        ({"consumer": "two words"}, "consumer_gone"),
+        ({"consumer": "billing.sea"}, "consumer_gone"),
+        ({"original_subject": "two words"}, "consumer_gone"),
+        ({"payload": None, "payload_base64": "abc"}, "nothing_to_replay"),
+        ({"headers": {"X-Long": "long" * 17_000}}, "nats_error"),
+        ({"message_id": f"m~billing.{'9' * 5000}"}, None),
+        ({"message_id": "a\0b"}, None),
+    ],
+)
+async def test_a_letter_of_another_program_keeps_no_other_whatever_it_holds(
+    office: Any, dead: list[str], odd: dict[str, object], refused: str | None
+) -> None:
+    await forge(office, {"message_id": "odd", **odd})
+    found = await find(office)
+    outcomes = await settle(office, found)
+    failed = [outcome.problem.code for outcome in outcomes if isinstance(outcome, PostroomError)]
+    assert failed == ([] if refused is None else [refused])
+    assert len(await office.messages()) == len(dead) + (refused is None)
+
+
+async def test_letters_without_an_id_of_another_program_are_replayed_as_messages_of_their_own(office: Any) -> None:
+    await office.add_stream()
+    await ensure_stream(office.js, dead_letter_stream(office.context))
+    for number in range(2):
+        await forge(office, {"message_id": None, "payload": str(number)})
+    outcomes = await settle(office, await find(office))
+    assert outcomes == await office.ids()
+    assert [message.data for message in await office.messages()] == [b"0", b"1"]
+
+
+async def forge(office: Any, odd: dict[str, object]) -> None:
+    """Put a letter into the stream that none of our programs has written."""
+    usual = {
+        "original_subject": f"{office.context}.event.order_placed.v1",
+        "payload": "{}",
+        "reason": "x",
+        "attempts": 1,
+    }
+    await office.js.publish(f"{office.context}.dlq.x", msgspec.json.encode({**usual, **odd}))
