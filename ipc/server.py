@@ -243,7 +243,7 @@ class Found(NamedTuple):
 
 
 class Table:
-    """The routes, indexed: fixed paths by a dictionary, variable ones by their segments.
+    """The routes, indexed: fixed paths by a dictionary, variable ones by their segments, whose ids may be any word.
 
     A target is matched as it was sent, and not normalised: `/v1/%73end`, `//v1/send` and `/v1/../v1/send` are other
     paths, and 404. The variable parts of a match are decoded: `a%3Ab` is the id `a:b`.
@@ -272,10 +272,7 @@ class Table:
         raise NotFound.of("no_such_route", "there is no such route: read GET /v1/openapi.json, which lists them all")
 
     def _candidates(self, path: str) -> Iterable[Found]:
-        fixed = [route for (_, known), route in self.fixed.items() if known == path]
-        if fixed:
-            yield from (Found(route, {}) for route in fixed)
-            return
+        yield from (Found(route, {}) for (_, known), route in self.fixed.items() if known == path)
         parts = path.split("/")
         for segments, route in self._variable.get(len(parts), ()):
             if (params := _match(segments, parts)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def test_every_write_but_sending_is_the_operators(table: list[Route]) -> None:
 
 def test_no_two_routes_share_a_method_and_a_path(table: list[Route]) -> None:
     assert len({(route.method, route.path) for route in table}) == len(table)
+
+
+def test_no_word_of_a_path_hides_an_id(table: list[Route]) -> None:
+    """A `client_message_id` may be any word."""
+    known = Table(table)
+    for path in {route.path for route in table if "{" not in route.path}:
+        for route in table:
+            if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", route.path), path):
+                assert known.find(route.method, path).route is route, (route.method, path)
 
 
 def test_every_verb_works_on_one_row_and_on_many(table: list[Route]) -> None:
