@@ -27,6 +27,7 @@ from broker.database import QUERIES, Database, unavailable_as_503
 from postroom._wire.administration import CallerRole
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.grouped import Grouped
+from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted
@@ -122,16 +123,17 @@ def new_token() -> str:
 def read_admin_token(file: Path | None) -> bytes | None:
     """Return the digest of the administrator's token, or None where none is configured.
 
-    Raises `Fatal` (78) for a file that is missing, empty, too short or world-readable.
+    Raises `Fatal` (78) for a file that is missing, not a regular file, empty, too short or world-readable.
     """
     if file is None:
         return None
     try:
-        if file.stat().st_mode & stat.S_IROTH:
-            raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
-        token = file.read_text("utf-8").strip()
+        content, status = read_regular(file)
+        token = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}; let the broker read it") from error
+    if status.st_mode & stat.S_IROTH:
+        raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
     if len(token) < MIN_ADMIN_TOKEN:
         raise Fatal(
             Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"

@@ -28,6 +28,7 @@ from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
+from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.delivery.http.addresses import Guard
@@ -172,6 +173,8 @@ def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
         return None
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        for file in filter(None, (config.tls_cert, config.tls_key)):
+            read_regular(file)
         tls.load_cert_chain(config.tls_cert, config.tls_key)
     except (OSError, ssl.SSLError) as error:
         raise Fatal(

@@ -15,6 +15,7 @@ from console.app import build
 from console.config import ConsoleConfig, load_config
 from console.sessions import Sessions
 from postroom.chassis import logs, runtime
+from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.listener import TimedServer, listening, running
 
@@ -34,7 +35,8 @@ _SHUTDOWN_SECONDS: Final = 1.0  # for answers at work; a live page is cut off, a
 
 
 async def run(config: ConsoleConfig) -> Exit:
-    """Serve until SIGTERM or SIGINT; raises `Fatal` (69) where the port is taken."""
+    """Serve until SIGTERM or SIGINT; raises `Fatal`: 69 where the port is taken, 78 for authorities that are none."""
+    trusting(config.broker_ca_file, "broker_ca_file")
     stop = asyncio.Event()
     runtime.stop_on_signals(stop)
     async with AsyncExitStack() as stack:

@@ -64,7 +64,9 @@ def _secrets(config: DaemonConfig) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("broker.token_file", "failed", f"{file}: {error.strerror}", "put the member's token there")
     else:
-        if not readable:
+        if not stat.S_ISREG(mode):
+            yield Finding("broker.token_file", "failed", f"{file} is not a regular file", "put the token into one")
+        elif not readable:
             yield Finding("broker.token_file", "failed", f"{file} can't be read", "give it to the daemon's user")
         elif mode & stat.S_IRWXO:
             yield Finding("broker.token_file", "failed", f"{file} is open to every user", f"chmod 600 {file}")

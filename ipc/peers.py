@@ -36,7 +36,7 @@ from aiohttp import hdrs, web
 from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.message import PreparedSend
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory, replace_private, user_name
+from postroom.chassis.ownership import private_directory, read_regular, replace_private, user_name
 from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
@@ -162,9 +162,8 @@ def _digest(token: str) -> str:
 
 def _read(file: Path) -> tuple[tuple[int, int, int], str]:
     try:
-        with file.open(encoding="utf-8") as stream:
-            status = os.fstat(stream.fileno())
-            token = stream.read(4096).strip()
+        content, status = read_regular(file)
+        token = content.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         detail = f"cannot read the token file {file}: {error}; `postroom daemon rotate-token` writes one"
         raise Fatal(Exit.CONFIG, detail) from error

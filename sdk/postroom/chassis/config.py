@@ -19,6 +19,7 @@ import msgspec
 
 from postroom._wire.names import in_words
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import read_regular
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -121,8 +122,11 @@ def state_home(variable: str, environ: Mapping[str, str]) -> Path:
 
 def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
     """Return a context that trusts only the authorities in a file, None without one; `Fatal` (78) names `setting`."""
+    if ca_file is None:
+        return None
     try:
-        return None if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        read_regular(ca_file)
+        return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
         raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {error}; check that file") from error
 

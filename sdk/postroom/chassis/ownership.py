@@ -84,6 +84,18 @@ def open_private(path: Path, flags: int = os.O_RDWR) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+def read_regular(file: Path) -> tuple[bytes, os.stat_result]:
+    """Return what a file that a config names holds, and its status; raises `OSError`.
+
+    A FIFO would hold up the whole program until somebody writes to it, and a device may have no end.
+    """
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            _refuse("it is not a regular file", errno.EINVAL)
+        return stream.read(), status
+
+
 def replace_private(file: Path, content: str | Callable[[], str], *, for_owner: bool = False) -> None:
     """Replace a file of a program's own (0600) with `content`: whole and on disk, or not at all.
 

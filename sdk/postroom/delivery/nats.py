@@ -27,6 +27,7 @@ from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, CR
 
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import read_regular
 from postroom.delivery.errors import from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
 
@@ -142,10 +143,11 @@ def _credentials(file: Path | None) -> dict[str, Any]:
 
 def _secret(file: Path) -> str:
     try:
-        mode, text = file.stat().st_mode, file.read_text("ascii").strip()
+        content, status = read_regular(file)
+        text = content.decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"cannot read the NATS credentials {file}: {error}") from error
-    if mode & stat.S_IRWXO:
+    if status.st_mode & stat.S_IRWXO:
         raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
     if not text or not text.isprintable():
         raise Fatal(Exit.CONFIG, f"{file} has no NATS credentials: one line, `user:password` or a token, is expected")

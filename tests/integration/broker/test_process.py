@@ -194,11 +194,16 @@ async def test_a_wrong_config_ends_it_with_78_and_a_sentence(rewrite: Any, confi
     assert config.database_url not in said
 
 
-async def test_what_cannot_be_opened_is_named(migrated: BrokerConfig, bad_tokens: dict[str, Path]) -> None:
+async def test_what_cannot_be_opened_is_named(
+    migrated: BrokerConfig, bad_tokens: dict[str, Path], tmp_path: Path
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe", 0o600)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
         ({"admin_token_file": bad_tokens["open"]}, "readable by everybody"),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
+        ({"admin_token_file": pipe}, "admin_token_file .*not a regular file"),
+        ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert .*not a regular file"),
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
         ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert /nowhere"),

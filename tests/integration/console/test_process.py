@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 from embedded.processes import tethered
 
@@ -26,3 +28,11 @@ def test_a_config_that_is_wrong_is_said_in_a_sentence() -> None:
     command = [sys.executable, "-m", "console", "--config", "/nowhere"]
     done = subprocess.run(command, env={}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith("postroom console: cannot read the config /nowhere")) == (78, True)
+
+
+def test_authorities_that_are_a_pipe_are_refused_at_the_start(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    environment = {"POSTROOM_CONSOLE_BROKER_URL": "https://127.0.0.1:1", "POSTROOM_CONSOLE_BROKER_CA_FILE": str(pipe)}
+    command = tethered([sys.executable, "-m", "console"])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, "broker_ca_file" in done.stderr, "not a regular file" in done.stderr) == (78, True, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def test_a_secret_that_is_none_is_refused(tmp_path: Path) -> None:
 
     assert "fewer than 16" in refusal(HandlerSettings(url="http://host/", secret_file=short))
     assert "chmod 600" in refusal(HandlerSettings(url="http://host/", secret_file=open_to_all))
+    os.mkfifo(pipe := tmp_path / "pipe", 0o600)
+    assert "not a regular file" in refusal(HandlerSettings(url="http://host/", secret_file=pipe))
+    assert "not a regular file" in refusal(HandlerSettings(url="https://host/", ca_file=pipe))
     assert "No such file" in refusal(HandlerSettings(url="http://host/", secret_file=tmp_path / "none"))
 
 

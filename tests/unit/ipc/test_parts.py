@@ -219,6 +219,12 @@ def test_a_list_of_replaced_tokens_that_somebody_else_put_there_admits_nobody(tm
         assert not LocalToken(file).matches(first)
 
 
+def test_a_token_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "local.token", 0o600)
+    with pytest.raises(Fatal, match="not a regular file"):
+        LocalToken(tmp_path / "local.token")
+
+
 def test_a_rotation_that_fails_leaves_no_token_behind(tmp_path: Path) -> None:
     (taken := tmp_path / "local.token").mkdir()
     with pytest.raises(Fatal, match="cannot write the token file") as refusal:

@@ -32,6 +32,7 @@ from postroom._wire.retry import error_text, read_retry_after
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
+from postroom.chassis.ownership import read_regular
 from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.addresses import Guard, dial_to
@@ -169,16 +170,17 @@ class HandlerClient:
 def read_secret(file: Path | None) -> bytes | None:
     """Return the secret that `file` holds, without the white space around it; None where there is no file.
 
-    Raises `Fatal` (78) for a file that is missing, too short or open to every user.
+    Raises `Fatal` (78) for a file that is missing, not a regular file, too short or open to every user.
     """
     if file is None:
         return None
     try:
-        if file.stat().st_mode & stat.S_IRWXO:
-            raise Fatal(Exit.CONFIG, f"handler.secret_file {file} is open to every user: chmod 600 it, and change it")
-        secret = file.read_bytes().strip()
+        content, status = read_regular(file)
     except OSError as error:
         raise Fatal(Exit.CONFIG, f"cannot read handler.secret_file {file}: {error.strerror}") from error
+    if status.st_mode & stat.S_IRWXO:
+        raise Fatal(Exit.CONFIG, f"handler.secret_file {file} is open to every user: chmod 600 it, and change it")
+    secret = content.strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise Fatal(Exit.CONFIG, f"handler.secret_file {file} has fewer than {MIN_SECRET_BYTES} bytes")
     return secret
