@@ -98,10 +98,10 @@ async def _go_on(request: web.Request) -> web.StreamResponse | None:
 
 def refuse_version(request: web.BaseRequest) -> None:
     """Raise `PostroomError` (505) for a version of HTTP that has another form than what was read."""
-    if request.version > HttpVersion11:
-        sentence = (
-            f"this is HTTP/1.1, and the request says HTTP/{request.version.major}.{request.version.minor}: use 1.1"
-        )
+    said = request._version  # noqa: SLF001 - aiohttp answers in this version, from its first look at `version` on
+    if said > HttpVersion11:
+        request._version = HttpVersion11  # noqa: SLF001 - as above
+        sentence = f"this is HTTP/1.1, and the request says HTTP/{said.major}.{said.minor}: use 1.1"
         raise PostroomError.of("http_version_not_supported", sentence, status=505)
 
 
