@@ -120,8 +120,10 @@ def of_the_system(error: Any) -> Ending:
 
 
 def of_an_argument(error: Any) -> Ending:
-    """Say which argument is not UTF-8: such text cannot be sent as an id, a name or a reason."""
-    return Ending(Exit.USAGE, f"{error.object!r} is not UTF-8 text: pass UTF-8, or a file")
+    """Say which argument is not UTF-8: such text cannot be an id, a name or a reason."""
+    from postroom._wire.words import not_text  # noqa: PLC0415
+
+    return Ending(Exit.USAGE, not_text(error))
 
 
 def say(end: Ending) -> int:

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 
@@ -49,7 +48,7 @@ from postroom._wire.administration import (
     WebhookList,
     WhoAmI,
 )
-from postroom._wire.arguments import check_seconds
+from postroom._wire.arguments import check_seconds, check_verb, segment
 from postroom._wire.connections import Pool, url_dial
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
@@ -235,7 +234,7 @@ class BrokerClient(Calls):
 
     async def explain(self, message: str) -> list[JobMessage]:
         """Return the role of a message for each activity of a job that it concerned; raises `NotFound`."""
-        return (await self._read(f"{JOBS.path}/messages/{quote(message, safe='')}", MessagePage)).messages
+        return (await self._read(f"{JOBS.path}/messages/{segment(message)}", MessagePage)).messages
 
     async def causes(self, mesh: str | None = None) -> LetterCauses:
         """Return why messages of a mesh are dead, the most frequent cause first, with one example of each."""
@@ -250,7 +249,7 @@ class BrokerClient(Calls):
     async def inspect(self, noun: Noun[Q, P, W, L, C, F, T], *words: str, query: msgspec.Struct | None = None) -> W:
         """Return one thing, whole, by the words that fill in its `place`; raises `NotFound`."""
         place = iter(words)
-        path = "/".join(quote(next(place), safe="") if part[0] == "{" else part for part in noun.place.split("/"))
+        path = "/".join(segment(next(place, "")) if part[0] == "{" else part for part in noun.place.split("/"))
         return await self._read(f"{noun.path}/{path}", noun.whole, query=query)
 
     async def log(self, noun: Noun[Q, P, W, L, C, F, T], mesh: str | None = None) -> L:
@@ -293,6 +292,7 @@ class BrokerClient(Calls):
         dry_run: bool = False,
     ) -> AsyncIterator[Result[T]]:
         """Do the same, and yield what each request did."""
+        check_verb(verb, noun.verbs)
         cursor = None
         while True:
             asked = Change(reason=reason, filter=wanted, mesh=mesh, dry_run=dry_run, cursor=cursor)
@@ -307,4 +307,4 @@ class BrokerClient(Calls):
 
 
 def _path(*words: str) -> str:
-    return "/v1/" + "/".join(quote(word, safe="") for word in words)
+    return "/v1/" + "/".join(segment(word) for word in words)

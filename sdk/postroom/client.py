@@ -10,14 +10,21 @@ from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
 
 from postroom._wire import spans
 from postroom._wire.administration import Subscription, Topic, TopicList
-from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
+from postroom._wire.arguments import (
+    Body,
+    check_seconds,
+    check_traceparent,
+    check_verb,
+    compose,
+    encode,
+    segment,
+)
 from postroom._wire.cloudevents import read_event
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
@@ -212,7 +219,7 @@ class AsyncClient(Calls):
                 query = SendsQuery(client_message_ids=unsettled, wait=seconds)
                 answer = await self._read("/v1/sends", SendList, body=query, waiting=seconds)
                 if answer.missing:
-                    raise NotFound.of("send_not_found", f"there is no send under the id {answer.missing[0]}")
+                    raise NotFound.of("send_not_found", f"there is no send under the id {answer.missing[0]!r}")
                 found |= {row.client_message_id: row for row in answer.rows}
                 if not patience.remaining():
                     break
@@ -277,8 +284,7 @@ class AsyncClient(Calls):
 
     async def trace(self, id_: str, sender: str | None = None) -> Story:
         """Return what the daemon knows of a row or a message, also of one that it received from `sender`."""
-        path = f"/v1/trace/{quote(check_id(id_), safe=':')}"
-        return await self._read(path, Story, query=TraceQuery(sender=sender))
+        return await self._read(f"/v1/trace/{segment(id_)}", Story, query=TraceQuery(sender=sender))
 
     async def act(
         self,
@@ -297,6 +303,7 @@ class AsyncClient(Calls):
         raises `already_accepted` if the broker turns out to have the message, and, without `force`, `outcome_unknown`
         if the broker may have it and cannot be asked.
         """
+        check_verb(verb, VERBS)
         options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
         given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, False)}
         body = VERBS[verb].body
@@ -312,6 +319,7 @@ class AsyncClient(Calls):
 
         One request covers some 10,000 rows; what it did stays done where a later one fails.
         """
+        check_verb(verb, VERBS)
         total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         asked = BulkRequest(reason=reason, filter=rows, force=force, dry_run=dry_run)
         while True:
@@ -406,12 +414,12 @@ class AsyncClient(Calls):
 
 
 def _send_path(client_message_id: str) -> str:
-    return f"/v1/sends/{quote(check_id(client_message_id), safe=':')}"
+    return f"/v1/sends/{segment(client_message_id)}"
 
 
 def _row(row_id: str) -> str:
-    return f"/v1/outbox/{quote(check_id(row_id), safe=':')}"
+    return f"/v1/outbox/{segment(row_id)}"
 
 
 def _subscription(topic: str) -> str:
-    return f"/v1/topics/{quote(topic, safe='')}/subscription"
+    return f"/v1/topics/{segment(topic)}/subscription"

@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
 from postroom._wire.fingerprint import NotCanonical, canonical_json
 from postroom._wire.ids import new_id
 from postroom._wire.message import MAX_DEPTH, Priority, SendRequest, refuse
+from postroom._wire.words import not_text
 
 Body = str | bytes | bytearray | memoryview | dict[str, Any] | list[Any] | None
 
@@ -34,14 +36,24 @@ def check_seconds(timeout: float, patience: float) -> None:
         refuse("invalid_patience", f"patience must be a number of seconds (0: one try), not {patience!r}", "patience")
 
 
-def check_id(message_id: Any) -> str:
-    """Return an id unchanged; refuse anything that is not text, such as the whole receipt of a send."""
-    if not isinstance(message_id, str):
-        sentence = (
-            f"an id must be text, such as the `client_message_id` that `send` returned, not {type(message_id).__name__}"
-        )
-        refuse("invalid_client_message_id", sentence, "client_message_id")
-    return message_id
+def segment(word: Any) -> str:
+    """Return an id or a name as a segment of a path; refuse what none can be, such as the whole receipt of a send."""
+    if not isinstance(word, str):
+        sentence = "an id or a name must be text, such as the `client_message_id` that `send` returned, not "
+        refuse("invalid_field", sentence + type(word).__name__)
+    if not word:
+        refuse("invalid_field", "an id or a name is empty: give the one that you mean")
+    try:
+        return quote(word, safe=":")
+    except UnicodeEncodeError as error:
+        refuse("invalid_field", f"{not_text(error)}, and so not an id or a name")
+
+
+def check_verb(verb: Any, verbs: Iterable[str]) -> None:
+    """Refuse a verb that is not one of `verbs`."""
+    names = list(verbs)
+    if verb not in names:
+        refuse("invalid_field", f"there is no verb {verb!r}: use {', '.join(names)}", "verb")
 
 
 def check_traceparent(traceparent: Any) -> str:
@@ -165,7 +177,8 @@ def encode(request: SendRequest) -> bytes:
     except NotCanonical as error:
         what = re.sub(r"<class '(.*)'>", r"\1", str(error))
         refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")
-    except UnicodeEncodeError:
-        refuse("invalid_json", "the message contains half of a surrogate pair, which is not text: send bytes instead")
+    except UnicodeEncodeError as error:
+        advice = ": send a body of bytes" if error.object == request.body else ""
+        refuse("invalid_json", f"{not_text(error)}{advice}")
     except RecursionError:
         refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")

@@ -13,6 +13,7 @@ from typing import Any, Final
 import rfc8785
 
 from postroom._wire import canonical
+from postroom._wire.words import not_text
 
 ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
@@ -31,7 +32,9 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
         return b""
     try:
         return canonical.encode(dict(meta))
-    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+    except UnicodeEncodeError as error:
+        raise NotCanonical(not_text(error)) from error
+    except rfc8785.CanonicalizationError as error:
         raise NotCanonical(str(error)) from error
     except TypeError:  # of a program's dict, not of JSON: joining or sorting such keys fails
         raise NotCanonical("it has keys that are not text") from None

@@ -23,6 +23,7 @@ import msgspec
 from postroom._wire.arguments import to_json
 from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
+from postroom._wire.words import not_text
 from postroom.errors import PROBLEM_JSON, InvalidMessage, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
@@ -275,7 +276,10 @@ class Transport:
     ) -> bytes:
         """Format the head of a request; `path` is quoted, and goes out as it is: `..` is an id like any other."""
         prefix, always = self._site
-        target = f"{prefix}{path}?{urlencode(query)}" if query else f"{prefix}{path}"
+        try:
+            target = f"{prefix}{path}?{urlencode(query)}" if query else f"{prefix}{path}"
+        except UnicodeEncodeError as error:
+            raise InvalidMessage.of("invalid_query", f"{not_text(error)}, as every filter has to be") from error
         more = lines_of(headers.items()) if headers else ""
         return f"{method} {target}{always}{more}{framing}\r\n".encode()
 
@@ -349,6 +353,8 @@ def _json(value: Any) -> bytes:
     """Encode the body of a request; refuses what JSON cannot represent: a filter by NaN would match everything."""
     try:
         return to_json(value)
+    except UnicodeEncodeError as error:
+        raise InvalidMessage.of("invalid_json", f"the request cannot be written as JSON: {not_text(error)}") from error
     except (TypeError, ValueError, RecursionError) as error:
         detail = f"the request cannot be written as JSON: {error}; give UTF-8 text, finite numbers, True, False, None"
         raise InvalidMessage.of("invalid_json", detail) from error

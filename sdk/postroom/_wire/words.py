@@ -1,10 +1,11 @@
-"""Counts and times as people read them, on a terminal, a page and in a log alike."""
+"""Counts, times and text that is none, as people read them, on a terminal, a page and in a log alike."""
 
 import re
 from datetime import UTC, datetime
 from typing import Final
 
 _MANY: Final = re.compile(r"(?<![aeiou])y$")  # the end of a word whose plural is `…ies`
+_AROUND: Final = 30  # characters that are quoted before and after
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
 
@@ -34,3 +35,9 @@ def ago(moment: datetime | None) -> str | None:
 def when(moment: datetime) -> str:
     """Write a moment: to the second, in UTC."""
     return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+
+
+def not_text(error: UnicodeEncodeError) -> str:
+    """Say where a text has half of a surrogate pair, as an argument of a command line does that is not UTF-8."""
+    around = error.object[max(0, error.start - _AROUND) : error.end + _AROUND]
+    return f"{around!r} is not UTF-8 text"

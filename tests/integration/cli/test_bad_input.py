@@ -52,12 +52,26 @@ def test_the_help_of_a_noun_says_of_each_verb_what_it_does_to_the_end(noun: str)
     assert "..." not in commands
 
 
-@pytest.mark.parametrize("words", [("inspect", "\udcff"), ("abort", "a", "--reason", "\udcff", "--yes")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("outbox", "inspect", "a\udcff"),
+        ("outbox", "abort", "a", "--reason", "a\udcff", "--yes"),
+        ("outbox", "list", "--code", "a\udcff"),
+        ("trace", "a\udcff"),
+        ("send", "topic:orders", "hello", "--id", "a\udcff"),
+        ("send", "topic:orders", "hello", "--wait", "--reply-to", "a\udcff"),
+        ("send", "topic:orders", "hello", "--meta", "k=a\udcff"),
+        ("send", "topic:orders", "hello", "--meta", "a\udcff=v"),
+    ],
+)
 def test_an_argument_that_is_no_text_is_a_usage_error(terminal: Terminal, words: tuple[str, ...]) -> None:
     """Bytes that are not UTF-8 arrive as halves of surrogate pairs."""
-    ended = terminal.run("outbox", *words)
+    ended = terminal.run(*words)
     assert ended.code == 2
-    assert "UTF-8" in ended.sentence()
+    assert r"'a\udcff' is not UTF-8 text" in ended.sentence()
+    assert "codec" not in ended.sentence()
+    assert "bytes" not in ended.sentence()
 
 
 @pytest.mark.parametrize(

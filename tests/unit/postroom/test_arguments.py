@@ -11,6 +11,8 @@ import pytest
 
 from postroom import AsyncClient, BrokerClient, Client, InvalidMessage
 from postroom._wire.arguments import compose, encode
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
+from postroom._wire.operations import ListQuery, RowFilter
 from postroom.transaction import emit
 
 NOWHERE = Path("/nonexistent/nobody.sock")
@@ -45,6 +47,46 @@ async def test_what_is_no_id_is_said_to_be_none_with_where_to_find_one(not_an_id
     async with AsyncClient(NOWHERE, patience=0) as client:
         for ask in (client.get(not_an_id), client.wait(not_an_id, 1), client.inspect(not_an_id)):
             with pytest.raises(InvalidMessage, match="the `client_message_id` that `send` returned"):
+                await ask
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [(None, "must be text"), ("", "is empty"), ("a\udcff", "not UTF-8 text")],
+)
+async def test_an_id_or_a_name_that_no_path_can_have_is_refused_by_either_client(word: Any, said: str) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client, BrokerClient("http://127.0.0.1:1", "token") as broker:
+        for ask in (
+            client.get(word),
+            client.inspect(word),
+            client.trace(word),
+            client.act("hold", word, reason="why"),
+            client.subscribe(word),
+            broker.trace(word),
+            broker.message(word),
+            broker.explain(word),
+            broker.delete_topic("demo", word),
+            broker.inspect(DEAD_LETTERS, "demo", word),
+        ):
+            with pytest.raises(InvalidMessage, match=said):
+                await ask
+
+
+@pytest.mark.parametrize("verb", ["explode", "", None, "../rows"])
+async def test_an_unknown_verb_is_refused_with_those_that_there_are(verb: Any) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client, BrokerClient("http://127.0.0.1:1", "token") as broker:
+        for ask in (client.act(verb, "a", reason="why"), client.bulk(verb, RowFilter(), reason="why")):
+            with pytest.raises(InvalidMessage, match="requeue, abort, hold, release, flush") as caught:
+                await ask
+            assert caught.value.problem.field == "verb"
+        with pytest.raises(InvalidMessage, match="replay, drop"):
+            await broker.change(DEAD_LETTERS, verb, LetterFilter(), reason="why")
+
+
+async def test_text_that_is_not_utf_8_is_refused_in_a_query() -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        for ask in (client.trace("a", "b\udcff"), client.list_rows(ListQuery(destination="\udcff"))):
+            with pytest.raises(InvalidMessage, match="not UTF-8 text"):
                 await ask
 
 

@@ -15,7 +15,7 @@ from postroom._wire.ids import ulid_number, ulid_of
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.spark import SparkTask
 from postroom._wire.trace import Step, Story, Wait, compose, follow_trace
-from postroom.errors import NotFound, Unavailable
+from postroom.errors import InvalidMessage, NotFound, Unavailable
 
 JOB, WRITE = UUID("4a6cf2be-7727-581b-b816-e8f9f7968d1c"), "01M7YHRGJAJP0ZGS7BNAJPXDK2"
 T0 = datetime(2026, 1, 31, tzinfo=UTC)
@@ -154,3 +154,11 @@ async def test_who_cannot_be_asked_is_named_and_an_unknown_id_is_not_found() -> 
         await follow_trace("k", broker=away, daemon=unknown)
     with pytest.raises(NotFound):
         await follow_trace("k", broker=unknown, daemon=None)
+
+
+async def test_an_id_that_no_row_can_have_is_refused_by_the_daemon_where_no_broker_is_asked() -> None:
+    async def daemon(_id: str, _sender: str | None) -> Story:
+        raise InvalidMessage.of("invalid_client_message_id", "id is not an id")
+
+    with pytest.raises(InvalidMessage):
+        await follow_trace("a/b", broker=None, daemon=daemon)
