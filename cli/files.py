@@ -84,6 +84,15 @@ def open_source(file: Path) -> BinaryIO:
         return file.open("rb")
 
 
+def read_source(file: Path) -> bytes:
+    """Return all that a file or pipe holds (`-`: standard input); raises `Fatal` for one without an end in sight."""
+    with open_source(file) as stream, file_errors("read", file):
+        content = stream.read(MAX_FILE + 1)
+    if len(content) > MAX_FILE:
+        raise Fatal(Exit.USAGE, f"{file} has more than {MAX_FILE} bytes: name a smaller one")
+    return content
+
+
 def size_of(stream: BinaryIO) -> int | None:
     """Return how many bytes a plain file has; None for a pipe, whose length is unknown."""
     status = os.fstat(stream.fileno())

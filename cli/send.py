@@ -18,7 +18,7 @@ import typer
 
 from cli import completion
 from cli.connect import with_daemon
-from cli.files import emptied, open_source, read_plain_file, size_of
+from cli.files import emptied, open_source, read_source, size_of
 from cli.message import PRIORITIES, body_of, send_one
 from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
 from cli.output import json_line, line, note, progress
@@ -51,12 +51,14 @@ def send(
     body: Annotated[
         str | None, typer.Argument(metavar="[BODY|-]", help="The text; `-`: a message per line of standard input.")
     ] = None,
-    file: Annotated[Path | None, typer.Option(metavar="FILE", help="A message per line of a file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A message per line of a file (`-`: standard input).")
+    ] = None,
     ndjson: Annotated[
         bool, typer.Option("--ndjson", help='The lines are whole messages: {"to": …, "body": …, …}.')
     ] = False,
     body_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One message: the content of the file.")
+        Path | None, typer.Option(metavar="FILE", help="One message: all that a file holds (`-`: standard input).")
     ] = None,
     client_message_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="The message's id; sending it again changes nothing.")
@@ -100,7 +102,7 @@ def send(
     if source is None:
         _refuse_options(id_prefix=id_prefix, errors=errors)
         patience = (_WAIT_SECONDS if timeout is None else timeout) if wait else None
-        content = read_plain_file(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
+        content = read_source(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
         send_one(socket, _destination(to), content, common._asdict(), client_message_id, wait=patience, as_json=as_json)
         return
     _refuse_options(id=client_message_id, wait=wait or None)

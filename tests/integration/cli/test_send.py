@@ -200,6 +200,19 @@ def test_bytes_that_are_no_text_are_sent_as_they_are(terminal: Terminal, tmp_pat
     assert terminal.run("outbox", "inspect", "a", "--json").json[0]["row"]["payload_bytes"] > 0
 
 
+def test_one_message_comes_from_a_pipe_as_from_a_file(terminal: Terminal, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"two\nlines")
+    os.close(write)
+    file = tmp_path / "body"
+    file.write_bytes(b"two\nlines")
+    for number, (name, stdin) in enumerate([(file, b""), ("-", b"two\nlines"), (f"/dev/fd/{read}", b"")]):
+        sent = terminal.run("send", "topic:orders", "--body-file", name, "--id", "a", stdin=stdin)
+        assert (sent.code, sent.err) == (0, "")
+        assert sent.out == ("a queued\n" if number == 0 else "a queued (duplicate)\n")  # the same content
+    os.close(read)
+
+
 def test_waiting_ends_with_the_rows_state(terminal: Terminal) -> None:
     sent = terminal.run("send", "topic:orders", "hello", "--id", "a", "--wait", "--timeout", "1s")
     assert sent.code == 75
