@@ -63,7 +63,7 @@ def _machine() -> Iterator[Finding]:
         yield Finding("sqlite", "ok", detail)
     else:
         yield Finding("sqlite", "ok", linked)
-    if os.getuid() and "XDG_RUNTIME_DIR" not in os.environ:
+    if os.getuid() and not os.environ.get("XDG_RUNTIME_DIR"):
         remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
     # where `postroom up` keeps everything, else where services and users keep their state
@@ -135,10 +135,11 @@ async def _servers() -> AsyncIterator[Finding]:
         ("nats", "POSTROOM_NATS_URL", _nats),
     )
     for subject, variable, ask in asked:
-        if variable not in os.environ:
+        url = os.environ.get(variable)
+        if not url:
             continue
         try:
-            yield Finding(subject, "ok", await ask(os.environ[variable]))
+            yield Finding(subject, "ok", await ask(url))
         except (PostroomError, Fatal) as error:
             remedy = f"start it (`postroom up` starts one of its own), or correct {variable}"
             yield Finding(subject, "failed", str(error), remedy)
@@ -175,7 +176,7 @@ async def _nats(url: str) -> str:
     from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
     file = os.environ.get("POSTROOM_NATS_CREDENTIALS_FILE")
-    settings = NatsSettings(url=url, credentials_file=None if file is None else Path(file))
+    settings = NatsSettings(url=url, credentials_file=Path(file) if file else None)
     connection = await connect(settings, name="postroom doctor", patience=PATIENCE, logged=False)
     try:
         await connection.jetstream().account_info()

@@ -166,7 +166,7 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
         return place
     return Place(
         layout.state,
-        place.socket or (None if "POSTROOM_SOCKET" in os.environ else layout.socket),
+        place.socket or (None if os.environ.get("POSTROOM_SOCKET") else layout.socket),
         place.url or stack.broker.url,
         place.token_file or layout.admin_token_file,
     )

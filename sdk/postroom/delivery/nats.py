@@ -18,6 +18,7 @@ from base64 import b64encode
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import structlog
 from nats.aio.client import Client
@@ -36,6 +37,7 @@ _log = structlog.get_logger(__name__)
 CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 FROM_A_STREAM: Final = "$JS.ACK."  # how the reply subject of a message from a stream begins: there it is acknowledged
 
+_SCHEMES: Final = {"nats", "tls", "ws", "wss"}
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable server
 MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
 _AROUND_BYTES: Final = 1024  # of what is put around a payload, and of headers that publishing adds
@@ -61,15 +63,16 @@ async def connect(
     Afterwards the connection comes back by itself until the caller closes it. Without `reconnect` each server is tried
     twice, and a connection that breaks stays closed: the server then has a beginning of what was sent.
     Outages are logged unless `logged` is False: a person at a terminal reads the exception.
-    Raises `Fatal` (78) where a file that the settings name cannot be read.
+    Raises `Fatal` (78) where the settings name no servers, or a file that cannot be read.
     """
+    servers = _servers(settings.url)
     client = NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
     trust = trusting(settings.ca_file, "nats.ca_file")
     try:
         async with asyncio.timeout(patience):
             await client.connect(
-                [url.strip() for url in settings.url.split(",")],
+                servers,
                 name=name,
                 tls=trust,
                 connect_timeout=settings.connect_seconds,  # type: ignore[arg-type] # any number of seconds
@@ -94,6 +97,20 @@ async def connect(
         await client.close()
         raise from_nats(events.last or error, "connecting to NATS") from error
     return client
+
+
+def _servers(urls: str) -> list[str]:
+    """Take the list apart; nats-py would end in an assertion at an address that it cannot read."""
+    servers = [url.strip() for url in urls.split(",")]
+    for url in servers:
+        try:
+            parts = urlsplit(url if "://" in url else f"nats://{url}")
+            valid = parts.scheme in _SCHEMES and parts.hostname and parts.port != 0
+        except ValueError:  # such as a port that is not a number
+            valid = False
+        if not valid:
+            raise Fatal(Exit.CONFIG, "nats.url is not a list of NATS servers: write nats://host:port,tls://host:port,…")
+    return servers
 
 
 def end_if_cancelled() -> None:

@@ -60,8 +60,19 @@ def test_an_address_that_is_none_is_a_failure_and_no_traceback(short_directory: 
     assert {found[name]["verdict"] for name in ("postgres", "redis", "nats")} == {"failed"}
 
 
-def test_a_server_that_nothing_names_is_not_looked_for(short_directory: Path) -> None:
-    assert not {"postgres", "redis", "nats"} & findings(short_directory).keys()
+@pytest.mark.parametrize(
+    "url", [" ", "nats://", "nats://[::1", "nats://127.0.0.1:99999", "nats://127.0.0.1:1,", "http://h"]
+)
+def test_an_address_that_nats_cannot_have_is_named_without_its_password(short_directory: Path, url: str) -> None:
+    found = findings(short_directory, POSTROOM_NATS_URL=f"nats://someone:hidden@{NOBODY},{url}")["nats"]
+    assert "nats.url is not" in found["detail"]
+    assert "hidden" not in str(found)
+
+
+@pytest.mark.parametrize("empty", [{}, dict.fromkeys(("DATABASE", "REDIS", "NATS"), "")])
+def test_a_server_that_nothing_names_is_not_looked_for(short_directory: Path, empty: dict[str, str]) -> None:
+    named = {f"POSTROOM_{name}_URL": url for name, url in empty.items()}
+    assert not {"postgres", "redis", "nats"} & findings(short_directory, **named).keys()
 
 
 def test_the_disk_of_the_named_state_directory_is_looked_at(short_directory: Path) -> None:
