@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cli import completion
 from cli.connect import TIMEOUT, with_broker
@@ -266,9 +266,30 @@ class NounGroup(TyperGroup):
             formatter.write_dl([(each.name, (each.help or "").split("\n\n")[0]) for each in commands if each])
 
 
+class VerbCommand(TyperCommand):
+    """A verb; it refuses an empty value, as of a script's variable that is not set: `--state ""` would be here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Look at the words before a path is made of any of them."""
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        for option in self.params:
+            values = given.get(option.name)
+            if option.param_type_name == "option" and "" in (values if isinstance(values, list) else [values]):
+                raise typer.BadParameter("it is empty: give a value, or omit it", ctx=ctx, param_hint=option.opts[0])
+        return super().parse_args(ctx, args)
+
+
+class Verbs(typer.Typer):
+    """The application of a noun, whose commands are verbs."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        """Make a verb of a function."""
+        return super().command(name, cls=VerbCommand, **options)
+
+
 def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
     """Make the application of one noun, in the style of all of them."""
-    return typer.Typer(
+    return Verbs(
         cls=NounGroup,
         help=help_text,
         rich_markup_mode=None,

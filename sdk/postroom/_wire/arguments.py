@@ -46,7 +46,7 @@ def segment(word: Any) -> str:
     try:
         return quote(word, safe=":")
     except UnicodeEncodeError as error:
-        refuse("invalid_field", f"{not_text(error)}, and so not an id or a name")
+        refuse("invalid_field", f"{not_text(error)}: give an id or a name that is")
 
 
 def check_verb(verb: Any, verbs: Iterable[str]) -> None:

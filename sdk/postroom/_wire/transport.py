@@ -279,7 +279,7 @@ class Transport:
         try:
             target = f"{prefix}{path}?{urlencode(query)}" if query else f"{prefix}{path}"
         except UnicodeEncodeError as error:
-            raise InvalidMessage.of("invalid_query", f"{not_text(error)}, as every filter has to be") from error
+            raise InvalidMessage.of("invalid_query", f"{not_text(error)}: give text that is") from error
         more = lines_of(headers.items()) if headers else ""
         return f"{method} {target}{always}{more}{framing}\r\n".encode()
 
@@ -354,7 +354,7 @@ def _json(value: Any) -> bytes:
     try:
         return to_json(value)
     except UnicodeEncodeError as error:
-        raise InvalidMessage.of("invalid_json", f"the request cannot be written as JSON: {not_text(error)}") from error
+        raise InvalidMessage.of("invalid_json", f"{not_text(error)}: give text that is") from error
     except (TypeError, ValueError, RecursionError) as error:
         detail = f"the request cannot be written as JSON: {error}; give UTF-8 text, finite numbers, True, False, None"
         raise InvalidMessage.of("invalid_json", detail) from error

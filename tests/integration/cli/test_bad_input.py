@@ -75,6 +75,34 @@ def test_an_argument_that_is_no_text_is_a_usage_error(terminal: Terminal, words:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("outbox", "list", "--socket", ""),
+        ("outbox", "list", "--code="),
+        ("outbox", "install", "--database", ""),
+        ("down", "--state", ""),
+        ("status", "--state", ""),
+        ("mesh", "list", "--url", ""),
+        ("mesh", "list", "--token-file", ""),
+        ("send", "topic:orders", "--file", ""),
+        ("send", "topic:orders", "hello", "--mention", "bob", "--mention", ""),
+        ("dlq", "list", "--mesh", "", "--json"),
+    ],
+)
+def test_an_option_without_a_value_is_a_usage_error(terminal: Terminal, words: tuple[str, ...]) -> None:
+    """As of a variable of a script that is not set: `--state "$DIR"` is not the working directory."""
+    ended = terminal.run(*words)
+    assert ended.code == 2
+    assert "is empty" in ended.sentence()
+    assert next(word for word in words if word.startswith("--")).rstrip("=") in ended.sentence()
+
+
+def test_an_empty_variable_is_one_that_is_not_set(terminal: Terminal) -> None:
+    terminal.environment |= {"POSTROOM_BROKER_URL": "", "POSTROOM_MESH": ""}
+    assert "no broker is configured" in terminal.run("dlq", "list").sentence()
+
+
+@pytest.mark.parametrize(
     "words", [("outbox", "list", "--destination"), ("outbox", "export", "--destination"), ("inbox", "list", "--to")]
 )
 def test_a_filter_by_what_is_no_destination_is_a_usage_error(terminal: Terminal, words: tuple[str, ...]) -> None:
