@@ -8,12 +8,13 @@ from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from console import messages, nouns, overview, repairs
 from console.config import ConsoleConfig
 from console.sessions import SESSION, Gate, Sessions, next_of
 from console.views import ACCESS, HOME, SESSIONS, STATIC, page, set_cookie
-from postroom.chassis.routes import Handler, Route, application
+from postroom.chassis.routes import Handler, Route, application, unforeseen
 from postroom.errors import NotFound, PostroomError
 
 _HEADERS: Final = {
@@ -154,6 +155,11 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
         sentence = f"there is no page {path}" if missing else f"{request.method} {path}: {error.reason}"
         code = HTTPStatus(error.status).name.lower()
         return page(request, "problem.html", status=error.status, sentence=sentence, code=code)
+    except RequestPayloadError:  # nobody is there any more who could read a page
+        raise
+    except Exception:  # noqa: BLE001 - the last net, as of every program
+        bug = unforeseen(request)
+        return page(request, "problem.html", status=bug.status, sentence=bug.detail, code=bug.code)
 
 
 async def add_headers(_request: web.Request, answer: web.StreamResponse) -> None:

@@ -127,8 +127,13 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         answer.force_close()
         return answer
     except Exception:  # noqa: BLE001 - the last net: a bug answers 500 and is logged, the process lives
-        _log.exception("unforeseen_error", method=request.method, path=request.path)
-        return problem_response(INTERNAL_ERROR)
+        return problem_response(unforeseen(request))
+
+
+def unforeseen(request: web.Request) -> Problem:
+    """Log the error that is being handled, which is a bug, and return what the answer says of it."""
+    _log.exception("unforeseen_error", method=request.method, path=request.path)
+    return INTERNAL_ERROR
 
 
 def problem_response(problem: Problem) -> web.Response:

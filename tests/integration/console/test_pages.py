@@ -282,3 +282,17 @@ async def test_whoever_may_not_look_everywhere_begins_at_the_messages(office: An
     ada = await office.logged_in("ada")
     assert ada.shown.path == "/messages"
     assert (await ada.open("/live")).status == 403
+
+
+async def test_an_error_that_nobody_foresaw_is_a_page_and_in_the_log(
+    admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(BrokerClient, "list_things", fail)
+    with capture_logs() as logged:
+        page = await admin.open("/programs")
+    assert (page.status, page.headers["Content-Type"]) == (500, "text/html; charset=utf-8")
+    assert "internal error: see the log" in page.text
+    assert [(line["event"], line["path"]) for line in logged] == [("unforeseen_error", "/programs")]
