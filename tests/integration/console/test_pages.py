@@ -67,7 +67,7 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     row = page.text.split("<strong>billing</strong>")[1].split("</tr>")[0]
     assert '<td class="number">3<div class="faint">at most 40</div>' in row
     assert row.split('<path d="')[1].split('"')[0].count("M") == 2
-    assert "nobody asks" in row
+    assert "stopped" in row
     assert "never" in row
 
     page = await admin.submit("/repairs", noun="/v1/consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
