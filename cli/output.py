@@ -5,6 +5,7 @@ On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is pl
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -34,6 +35,7 @@ _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
 _WORDS: Final = re.compile(r"#.*|(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")  # of a shell; a comment is one
+_DUMB: Final = {"dumb", "unknown"}  # as Rich has it too
 _ERASE: Final = "\r\033[K"
 _STYLES: Final = {
     "done": "green",
@@ -46,6 +48,16 @@ _STYLES: Final = {
     "FAILED": "bold red",
     "paused": "yellow",
 }
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that has a cursor to move, and colours."""
+    return stream.isatty() and os.environ.get("TERM") not in _DUMB
+
+
+def coloured() -> bool:
+    """Return whether standard output has colours, which an empty `NO_COLOR` does not take from it (no-color.org)."""
+    return can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
 
 
 def printable(text: str) -> str:
@@ -94,7 +106,7 @@ class Progress:
     @classmethod
     def say(cls, words: str) -> None:
         """Say what is done just now, until something else is written."""
-        if sys.stderr.isatty():
+        if can_draw(sys.stderr):
             sys.stderr.write(_ERASE + printable(words)[: shutil.get_terminal_size().columns - 1])
             sys.stderr.flush()
             cls._drawn = True

@@ -5,7 +5,6 @@ On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; 
 
 import asyncio
 import math
-import os
 import shutil
 import sys
 import textwrap
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import fold_command, folded, json_line, printable
+from cli.output import coloured, fold_command, folded, json_line, printable
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import ago, counted
@@ -49,7 +48,7 @@ class Screen:
         on_terminal = sys.stdout.isatty()
         self._width = shutil.get_terminal_size().columns if on_terminal else 10_000
         self._rows = rows if on_terminal else 10_000
-        self._colours = on_terminal and "NO_COLOR" not in os.environ
+        self._colours = coloured()
 
     def installation(self, sight: Sight) -> Iterator[str]:
         """Yield the lines of all that was seen."""

@@ -4,9 +4,12 @@ The rules are docs/contract/operate.md#operate-61.
 """
 
 import asyncio
+import math
 import os
+import re
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
@@ -20,7 +23,7 @@ import typer
 
 from cli.installation import Place, Sight, look
 from cli.noun import Json, Socket, TokenFile, Url, noun
-from cli.output import line
+from cli.output import can_draw, line
 from cli.screen import Screen, show_status
 from cli.up import State
 from postroom._wire.programs import Rates
@@ -29,7 +32,8 @@ app = noun()
 statuses = noun()
 
 _COUNTED: Final = ("queued", "accepted", "published", "handled", "waiting", "dead")
-_KEYS: Final = "o overview   d daemons, brokers, workers   c consumers   h the last hour   q quit"
+_KEYS: Final = "q quit   o overview   d daemons, brokers, workers   c consumers   h last hour"
+_COLOUR: Final = re.compile("\033\\[[0-9;]*m")
 _ENTER: Final = "\033[?1049h\033[?25l"  # a screen of its own, without a cursor
 _LEAVE: Final = "\033[?25h\033[?1049l"
 _CLEAR: Final = "\033[H\033[J"
@@ -77,7 +81,7 @@ def top(
     for each look.
     """
     place, rates, left = Place(state, socket, url, token_file), Rates(), count
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (sys.stdin.isatty() and can_draw(sys.stdout)):
         while left != 0:
             sight = asyncio.run(look(place))
             rates.see(sight.programs)
@@ -124,7 +128,7 @@ def _dead(sight: Sight) -> int:
 
 def _draw(sight: Sight, rates: Rates, view: str) -> None:
     """Draw one frame: the rates, then what the view is of, as far as there is room."""
-    height = shutil.get_terminal_size().lines
+    width, height = shutil.get_terminal_size()
     screen = Screen(rows=max(1, height - 6)) if view in "dc" else Screen()
     below = {
         "o": lambda: screen.installation(sight),
@@ -133,20 +137,38 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
         "h": lambda: screen.hour(sight),
     }
     head = screen.fold(f"{datetime.now(UTC):%H:%M:%SZ}  {summary(sight, rates)}")
-    lines = [*head, "", *below[view]()]
-    sys.stdout.write(_CLEAR + "\n".join([*lines[: height - 2], "", _KEYS][-height:]))
+    foot = ["", next(screen.fold(_KEYS))][-height:]
+    frame, room = list[str](), height - len(foot)
+    for text in (*head, "", *below[view]()):
+        room -= max(1, math.ceil(len(_COLOUR.sub("", text)) / width))  # a word that is too long goes on in the next row
+        if room < 0:
+            break
+        frame.append(text)
+    sys.stdout.write(_CLEAR + "\n".join([*frame, *foot]))
     sys.stdout.flush()
 
 
 @contextmanager
 def _own_screen() -> Iterator[None]:
-    """Use the terminal for keys and frames, and restore it; what was typed before counts."""
+    """Use the terminal for keys and frames, and restore it, also while it is stopped; what was typed before counts."""
     before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin, termios.TCSADRAIN)
-    sys.stdout.write(_ENTER)
+
+    def enter() -> None:
+        tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+        os.write(sys.stdout.fileno(), _ENTER.encode())  # a handler of a signal may not use a buffer that is in use
+
+    def leave() -> None:
+        os.write(sys.stdout.fileno(), _LEAVE.encode())
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+    def stop(*_: object) -> None:
+        leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        enter()
+
+    signal.signal(signal.SIGTSTP, stop)
+    enter()
     try:
         yield
     finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -14,7 +13,7 @@ import typer
 from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, with_broker
 from cli.noun import Json, Socket, TokenFile, Url, noun
-from cli.output import draw, fold_command, folded, json_line, note
+from cli.output import coloured, draw, fold_command, folded, json_line, note
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def show_story(story: Story, fresh: list[str]) -> None:
         _write(f"waits: {wait.why}", "", "       ", width, _COLOURS.get(outcomes.get(wait.step, "")))
         if wait.help is not None:
             for line in fold_command(wait.help, width, "       "):
-                sys.stdout.write((line if _is_plain() else typer.style(line, bold=True)) + "\n")
+                sys.stdout.write((line if not coloured() else typer.style(line, bold=True)) + "\n")
     if not story.waits:
         _write("nothing waits", "", "", width, None)
     for lead, step, _ in draw(story.steps):
@@ -148,10 +147,6 @@ def _said(step: Step) -> Iterator[str]:
 
 
 def _write(text: str, first: str, below: str, width: int, style: str | None) -> None:
-    plain = style is None or _is_plain()
+    plain = style is None or not coloured()
     for one in folded(text, width, first, below):
         sys.stdout.write((one if plain else typer.style(one, fg=style, bold=style == "red")) + "\n")
-
-
-def _is_plain() -> bool:
-    return not sys.stdout.isatty() or "NO_COLOR" in os.environ

@@ -336,6 +336,13 @@ def test_no_color_is_obeyed(terminal: Terminal) -> None:
     assert "pending" in plain.out
 
 
+def test_colours_are_for_terminals_that_have_them_and_an_empty_no_color_is_none(terminal: Terminal) -> None:
+    for words in (("status",), ("trace", "a")):
+        terminal.run("send", "topic:orders", "hello", "--id", "a")
+        assert "\x1b[3" in terminal.at_a_terminal(*words, NO_COLOR="").out, words
+        assert "\x1b" not in terminal.at_a_terminal(*words, TERM="dumb").out, words
+
+
 def test_a_message_that_may_have_been_kept_can_be_sent_again_by_its_id(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

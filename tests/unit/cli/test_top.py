@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import os
+import pty
+import re
+import signal
+import termios
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
+from support.terminal import SECONDS, Terminal
 
 from cli.installation import Sight
 from cli.top import summary
@@ -61,3 +70,44 @@ def test_a_program_that_started_again_or_is_away_has_no_rate() -> None:
     for one in (first, second, replace(second, away=True)):
         rates.see([one])
     assert rates.of("accepted") is None
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (40, 12), (20, 5), (10, 3)])
+def test_a_frame_has_no_more_rows_than_the_terminal(short_directory: Path, columns: int, lines: int) -> None:
+    user = Terminal(short_directory / ("long-name-" * 5))
+    seen = user.at_a_terminal("top", "--count", "1", "--interval", "0.1", COLUMNS=str(columns), LINES=str(lines))
+    frame = seen.out.split("\033[H\033[J")[1].split("\033[?25h")[0]
+    texts = re.sub(r"\x1b\[[0-9;]*m", "", frame).split("\r\n")
+    assert sum(max(1, math.ceil(len(text) / columns)) for text in texts) <= lines  # else the first ones scroll away
+    assert texts[-1].startswith("q quit")
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(short_directory: Path) -> None:
+    user = Terminal(short_directory / "nobody.sock")
+    seen = user.at_a_terminal("top", "--count", "2", "--interval", "0.1", TERM="dumb")
+    assert "\x1b" not in seen.out
+    assert [line.split("  ")[1] for line in seen.out.splitlines()] == ["queued -", "queued -"]
+
+
+def test_a_terminal_is_as_it_was_while_it_is_stopped(short_directory: Path) -> None:
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    user = Terminal(short_directory / "nobody.sock", TERM="xterm")
+    running = user.start("top", stdin=slave, stdout=slave, stderr=slave, process_group=0)
+    shown = b""
+    while b"q quit" not in shown:
+        shown += os.read(master, 65536)
+    running.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, running.pid, os.WSTOPPED)
+    assert termios.tcgetattr(slave) == before
+    running.send_signal(signal.SIGCONT)
+    shown = b""
+    while b"q quit" not in shown:
+        shown += os.read(master, 65536)
+    assert b"\x1b[?1049l" in shown
+    assert b"\x1b[?1049h" in shown
+    os.write(master, b"q")
+    assert running.wait(SECONDS) == 0
+    assert termios.tcgetattr(slave) == before
+    os.close(master)
+    os.close(slave)
