@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from pyspark import TaskContext
+from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -33,7 +34,6 @@ from pyspark.sql.types import (
     MapType,
     StringType,
     StructType,
-    TimestampType,
 )
 
 from postroom._wire.ids import MAX_ID_LENGTH
@@ -99,7 +99,7 @@ class RowReader:
         for start in range(0, batch.num_rows, self._plan.batch_size):
             part = batch.slice(start, self._plan.batch_size)
             try:
-                rows = self._rows(_Columns(part, self._converters))
+                rows = self._rows(_Columns(part, self._plan.schema, self._converters))
                 self._read += part.num_rows
             except InvalidMessage:
                 if self._refuse is None:
@@ -110,7 +110,7 @@ class RowReader:
     def _one_by_one(self, part: pa.RecordBatch, refuse: Refuse) -> Iterator[Row]:
         """Yield the rows of a slice that can be sent."""
         for index in range(part.num_rows):
-            columns = _Columns(part.slice(index, 1), self._converters)
+            columns = _Columns(part.slice(index, 1), self._plan.schema, self._converters)
             try:
                 yield from self._rows(columns)
             except InvalidMessage as error:
@@ -208,15 +208,18 @@ class RowReader:
 class _Columns:
     """The columns of a slice as Python values."""
 
-    def __init__(self, batch: pa.RecordBatch, converters: dict[str, Any]) -> None:
+    def __init__(self, batch: pa.RecordBatch, schema: StructType, converters: dict[str, Any]) -> None:
         self._batch = batch
+        self._schema = schema
         self._converters = converters
         self.names = list(converters)
 
     def raw(self, name: str) -> list[Any]:
-        """Return the values of a column as Arrow returns them."""
+        """Return the values of a column as Arrow returns them, times in UTC."""
+        # Python has no times beyond the years 1 to 9999 in any zone: in the session's it would lack some that UTC has
+        kind = to_arrow_type(self._schema[name].dataType, timezone="UTC")
         try:
-            return list(self._batch.column(name).to_pylist())
+            return list(self._batch.column(name).cast(kind).to_pylist())
         except (ValueError, OverflowError) as error:
             raise _unusable(f"a value of the column `{name}` cannot be represented: {error}") from error
 
@@ -262,12 +265,8 @@ def id_text(value: Any) -> str:
     if isinstance(value, Decimal):
         return _digits(value)
     if isinstance(value, datetime) and value.tzinfo is not None:
-        return _in_utc(value).replace(tzinfo=None).isoformat() + "Z"
+        return value.astimezone(UTC).replace(tzinfo=None).isoformat() + "Z"
     return value.isoformat() if isinstance(value, date) else str(value)
-
-
-def _in_utc(value: datetime) -> datetime:
-    return value.astimezone(UTC)
 
 
 def _digits(value: Decimal) -> str:
@@ -285,7 +284,6 @@ def _unless_null(convert: Convert) -> Convert:
 
 
 _SIMPLE: Final[dict[type[DataType], Convert]] = {
-    TimestampType: _unless_null(_in_utc),
     DecimalType: _unless_null(_digits),
     FloatType: _finite,
     DoubleType: _finite,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, BinaryType, LongType, StringType, StructField, StructType, TimestampType
 
 from postroom import InvalidMessage, SendRequest
 from postroom._wire.ids import is_client_message_id
@@ -97,6 +97,20 @@ def test_a_body_column_is_sent_as_it_is_and_a_null_as_an_empty_body() -> None:
 def test_without_a_body_column_the_body_is_the_whole_row() -> None:
     (request,) = requests([{"n": 1, "text": "hello"}])
     assert json.loads(request.body or "") == {"n": 1, "text": "hello", "bytes": None, "to": None}
+
+
+@pytest.mark.parametrize("zone", ["Asia/Kolkata", "America/New_York"])
+@pytest.mark.parametrize("at", [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)])
+def test_a_time_at_the_end_of_the_calendar_is_sent_in_whatever_zone_the_session_is(at: datetime, zone: str) -> None:
+    schema = StructType().add("at", TimestampType()).add("all", ArrayType(TimestampType()))
+    reader = RowReader(plan_write({"id": "at", "to": "topic:orders"}, schema))
+    arrow = to_arrow_schema(schema, timezone=zone)
+    batch = pa.RecordBatch.from_pylist([{"at": at, "all": [at, None]}], schema=arrow)
+
+    ((row,),) = reader.slices(batch)
+    text = at.replace(tzinfo=None).isoformat() + "Z"
+    assert row.key == (text,)
+    assert json.loads(row.request.body or "") == {"at": text, "all": [text, None]}
 
 
 def test_meta_may_be_text_with_an_object() -> None:
