@@ -26,7 +26,9 @@ class Options(Struct, kw_only=True):
     """The options of `state-hash`."""
 
     stores: Annotated[str, msgspec.Meta(description="the event stores, as /var/lib/postroom/agents/**/events.db")]
-    output: Annotated[str | None, msgspec.Meta(description="a Parquet directory for the result; replaced")] = None
+    output: Annotated[str | None, msgspec.Meta(description="a directory for state-hash.parquet, which is replaced")] = (
+        None
+    )
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
@@ -37,7 +39,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
     found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _COLUMNS).localCheckpoint()
     if options.output is not None:
-        found.orderBy("store").coalesce(1).write.mode("overwrite").parquet(options.output)
+        found.orderBy("store").coalesce(1).write.mode("overwrite").parquet(f"{options.output}/state-hash.parquet")
     rows = found.orderBy("store").collect()
     facts = {row["store"]: row["why"] or f"{row['agent']} {row['state_hash']} at {row['position']}" for row in rows}
     return Outcome(facts, failed=any(row["why"] for row in rows))

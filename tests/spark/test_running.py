@@ -105,12 +105,14 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
     sound = await asyncio.to_thread(run_by_name, "state-hash", words)
     file = tmp_path / "altered/events.db"
     file.write_bytes(file.read_bytes().replace(b'"id":"order-2"', b'"id":"Order-2"'))
+    (tmp_path / "found/notes").write_text("of somebody else")
     altered = await asyncio.to_thread(run_by_name, "state-hash", words)
 
     assert sound == (dict.fromkeys(sound.facts, f"counting {state_hash} at 9"), False)
     assert altered.failed
     assert altered.facts[str(tmp_path / "sound/events.db")] == f"counting {state_hash} at 9"
     assert "position 4" in altered.facts[str(file)]
+    assert {entry.name for entry in (tmp_path / "found").iterdir()} == {"notes", "state-hash.parquet"}
 
 
 async def handled(context: Context, directory: Path) -> str:
