@@ -26,7 +26,7 @@ import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import Database, Outcome, moment, submitted
+from pipeline.runner import Database, Outcome, local_directory, moment, submitted
 from pipeline.tables import columns, read_ranges, snapshot
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Day(NamedTuple):
     became: str
 
 
-def write_days(directory: str, batches: Iterator[pa.RecordBatch], *, verify: bool) -> Iterator[pa.RecordBatch]:
+def write_days(directory: Path, batches: Iterator[pa.RecordBatch], *, verify: bool) -> Iterator[pa.RecordBatch]:
     """Write the rows of each day, which come one day after the other; yield a row of `DAYS` for each.
 
     Row groups have one size, wherever Spark's batches end, and a file gets its name when it is complete. So a task that
@@ -68,7 +68,7 @@ def write_days(directory: str, batches: Iterator[pa.RecordBatch], *, verify: boo
     import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
 
     for day, parts in groupby(_by_day(batches), key=lambda part: part[0]):
-        done = _write_day(Path(directory), day, (rows for _, rows in parts), verify=verify)
+        done = _write_day(directory, day, (rows for _, rows in parts), verify=verify)
         yield pa.RecordBatch.from_pylist([done._asdict()])
 
 
@@ -133,12 +133,13 @@ class Options(Database, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Write the days that are over; the outcome has failed where a day is not what it was."""
+    output = local_directory(options.output)
     settled = datetime.now(UTC) - _SETTLED
     before = min(settled, moment(options.before, "before") or settled)
     before = before.replace(hour=0, minute=0, second=0, microsecond=0)  # what is written of a day is never completed
     with snapshot(options.database_url) as taken:
-        history = read_ranges(spark, taken, "audit_rows", _HISTORY, before)
-        days = _write(history, ("mesh", "history_id"), f"{options.output}/history", verify=options.verify)
+        history = read_ranges(spark, taken, "audit_rows", _HISTORY, None, before)
+        days = _write(history, ("mesh", "history_id"), output / "history", verify=options.verify)
     if options.outbox is not None:
         # read rows as `postroom outbox export` writes them; a row that two exports agree about is one
         rows = spark.read.schema(_OUTBOX).json(options.outbox).distinct()
@@ -146,7 +147,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         exported = rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*").where(
             F.col("enqueued_at") < F.lit(before)
         )
-        days += _write(exported, ("enqueued_at", "id", "status"), f"{options.output}/outbox", verify=options.verify)
+        days += _write(exported, ("enqueued_at", "id", "status"), output / "outbox", verify=options.verify)
     counts = {what: sum(day.became == what for day in days) for what in ("written", "kept", "same", "different")}
     facts = {f"days {what}": count for what, count in counts.items() if count}
     different = [f"{day.source} of {day.day}" for day in days if day.became == "different"]
@@ -154,7 +155,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     return Outcome({**facts, **dict.fromkeys(different, "not what it was")}, failed=bool(different))
 
 
-def _write(rows: DataFrame, key: tuple[str, ...], directory: str, *, verify: bool) -> list[Day]:
+def _write(rows: DataFrame, key: tuple[str, ...], directory: Path, *, verify: bool) -> list[Day]:
     ordered = rows.repartition("day").sortWithinPartitions("day", *key)
     written = ordered.mapInArrow(partial(write_days, directory, verify=verify), DAYS)
     return sorted(Day(*row) for row in written.collect())

@@ -15,8 +15,9 @@ import msgspec
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import History, Outcome, moment, submitted
-from pipeline.tables import columns, read_ranges, snapshot
+from pipeline.runner import History, Outcome, local_directory, submitted
+from pipeline.tables import columns, read_ranges, snapshot, source_options
+from postroom.spark.history_options import read_options
 
 _ROWS: Final = columns("day string, mesh string, to string, stage string, milliseconds double")
 _PANELS: Final = 6
@@ -51,9 +52,9 @@ class Options(History, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Measure, write the table, draw the picture."""
+    directory = local_directory(options.output)
+    directory.mkdir(parents=True, exist_ok=True)  # before the measuring, which may take long
     latencies = measure(spark, options)
-    directory = Path(options.output)
-    directory.mkdir(parents=True, exist_ok=True)
     picture = directory / "latency.png"
     with _replaced(directory / "latency.parquet") as fresh:
         import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
@@ -77,11 +78,10 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 def measure(spark: SparkSession, options: Options) -> list[Latency]:
     """Return the percentiles, by mesh, destination, stage and day."""
+    wanted = read_options(source_options(options), streaming=False)
     with snapshot(options.database_url) as held:
-        since, until = moment(options.since, "since"), moment(options.until, "until")
-        rows = read_ranges(spark, held, "latency_rows", _ROWS, since, until)
-        wanted = rows if options.mesh is None else rows.where(rows["mesh"] == options.mesh)
-        days = wanted.groupBy("mesh", "to", "stage", "day")
+        rows = read_ranges(spark, held, "latency_rows", _ROWS, wanted.mesh, wanted.since, wanted.until)
+        days = rows.groupBy("mesh", "to", "stage", "day")
         percentiles = [F.percentile("milliseconds", share).alias(name) for name, share in _PERCENTILES]
         found = days.agg(F.count("*").alias("deliveries"), *percentiles).orderBy("mesh", "to", "stage", "day")
         return [Latency(*row) for row in found.collect()]

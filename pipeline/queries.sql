@@ -6,14 +6,6 @@ SELECT pg_export_snapshot() AS name, now() AS now;
 -- How many blocks a table has.
 SELECT pg_relation_size($1::text::regclass) / current_setting('block_size')::integer AS blocks;
 
--- name: extents
--- The first and the last number of each mesh that has a history, of each stretch of it between two restores.
-SELECT stretch.mesh_id, min(history_id) AS first, max(history_id) AS last
-FROM mesh.history_stretch AS stretch
-JOIN mesh.message_history AS history
-  ON history.mesh_id = stretch.mesh_id AND history_id > stretch.after AND history_id <= stretch.up_to
-GROUP BY stretch.mesh_id, stretch.after ORDER BY stretch.mesh_id, stretch.after;
-
 -- name: dedupe_rows
 -- The known ids, in some blocks of their table.
 SELECT broker_message_id, mesh_id, history_id, destination_kind, history_available

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.resources import as_file, files
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn, TypeVar
 
@@ -108,6 +109,13 @@ def moment(text: str | None, option: str) -> datetime | None:
         return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
     except (OverflowError, ValueError) as error:
         raise Fatal(Exit.USAGE, f"{option} is {text!r}: use a day or a time, such as 2026-11-01") from error
+
+
+def local_directory(output: str) -> Path:
+    """Return the directory that `output` names; raises `Fatal` (2) for a URI, which would be a directory `s3a:`."""
+    if "://" in output:
+        raise Fatal(Exit.USAGE, f"output is {output!r}: give the path of a directory, such as of a mounted file system")
+    return Path(output)
 
 
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:

@@ -24,7 +24,8 @@ from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
 from postroom.spark.formats import HistorySource
-from postroom.spark.history import copy
+from postroom.spark.history import QUERIES as HISTORY_QUERIES
+from postroom.spark.history import check_mesh, copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,9 +58,13 @@ def columns(text: str) -> StructType:
 def history(spark: SparkSession, options: History) -> DataFrameReader:
     """Return a reader of the history, or of the part of it that the options select."""
     spark.dataSource.register(HistorySource)
+    return spark.read.format(HistorySource.name()).options(**source_options(options))
+
+
+def source_options(options: History) -> dict[str, str]:
+    """Return the options of `postroom_history` that select the same part of it."""
     given = {name: getattr(options, name) for name in History.__struct_fields__}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return spark.read.format(HistorySource.name()).options(**chosen)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class Snapshot(NamedTuple):
@@ -115,11 +120,19 @@ def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, sc
     return read_parts(spark, moment, query, parts, schema)
 
 
-def read_ranges(spark: SparkSession, moment: Snapshot, query: str, schema: StructType, *rest: Any) -> DataFrame:
-    """Read the query whose arguments are a mesh's id, a range of its history, and `rest`."""
+def read_ranges(
+    spark: SparkSession, moment: Snapshot, query: str, schema: StructType, mesh: str | None, *rest: Any
+) -> DataFrame:
+    """Read the query whose arguments are a mesh's id, a range of its history, and `rest`; of one mesh, or of all.
+
+    Raises `NotFound` where there is no such mesh.
+    """
+    extents = moment.fetch(HISTORY_QUERIES["extent"], mesh)
+    check_mesh(mesh, known=bool(extents))
     parts = [
         [row["mesh_id"], after, min(after + _RANGE, row["last"]), *rest]
-        for row in moment.fetch(QUERIES["extents"])
+        for row in extents
+        if row["first"] is not None
         for after in range(row["first"] - 1, row["last"], _RANGE)
     ]
     return read_parts(spark, moment, query, parts, schema)

@@ -19,7 +19,8 @@ from broker.__main__ import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
 from pipeline.runner import Outcome, run_by_name
 from postroom._wire.words import counted
-from postroom.chassis.exits import Fatal
+from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import PostroomError
 
 KEPT = timedelta(days=30)
 
@@ -166,7 +167,7 @@ def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_
         (day / name).touch()
         os.utime(day / name, times=(time.time() - age.total_seconds(),) * 2)
     rows = pa.RecordBatch.from_pydict({"day": ["2026-10-01"], "number": [1]})
-    (done,) = write_days(str(tmp_path), iter([rows]), verify=False)
+    (done,) = write_days(tmp_path, iter([rows]), verify=False)
 
     assert done.to_pylist() == [{"source": tmp_path.name, "day": "2026-10-01", "rows": 1, "became": "written"}]
     assert files(day) == [".part-written-now", "part.parquet"]
@@ -206,9 +207,34 @@ def test_the_delivery_report_gives_percentiles_by_day_and_a_picture(
     assert again.facts["deliveries"] == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mesh=nope"], "there is no mesh 'nope'"),
+        (["since=2026-11-21", "until=2026-11-20"], "until is not after since"),
+    ],
+)
+@pytest.mark.parametrize("name", ["rate-telemetry", "search-index", "delivery-report"])
+def test_a_part_of_the_history_that_cannot_be_is_refused(
+    pipeline: Any, name: str, words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    output = [f"output={tmp_path}"] if name == "delivery-report" else []
+    with pytest.raises((Fatal, PostroomError), match=sentence):
+        pipeline(name, *output, *words)
+
+
+@pytest.mark.parametrize("name", ["audit-log", "delivery-report"])
+def test_an_output_that_only_spark_could_write_to_is_refused(
+    pipeline: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Fatal, match=r"output is 's3a://bucket/audit': give the path of a directory") as raised:
+        pipeline(name, "output=s3a://bucket/audit")
+    assert raised.value.exit_code == Exit.USAGE
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
     del spark
-    from postroom.chassis.exits import Fatal  # noqa: PLC0415
-
     with pytest.raises(Fatal, match="postroom broker migrate"):
         run_by_name("orphan-check", [f"database_url={database_url}"])

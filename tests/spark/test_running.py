@@ -61,6 +61,12 @@ def test_words_that_are_no_options_are_refused(words: list[str], sentence: str) 
     assert raised.value.exit_code == Exit.USAGE
 
 
+@pytest.mark.parametrize("days", ["0", "nan", "inf", "1e9"])
+def test_a_time_that_no_event_is_kept_for_is_refused(days: str) -> None:
+    with pytest.raises(Fatal, match="events_kept_days"):
+        parse(PIPELINES["orphan-check"].options, ["database_url=x", f"events_kept_days={days}"], "orphan-check")
+
+
 @pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01", "0001-01-01T00:00:00+23:59"])
 def test_a_time_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(Fatal, match="since is") as raised:
