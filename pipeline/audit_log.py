@@ -141,8 +141,9 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         history = read_ranges(spark, taken, "audit_rows", _HISTORY, None, before)
         days = _write(history, ("mesh", "history_id"), output / "history", verify=options.verify)
     if options.outbox is not None:
-        # read rows as `postroom outbox export` writes them; a row that two exports agree about is one
-        rows = spark.read.schema(_OUTBOX).json(options.outbox).distinct()
+        # read rows as `postroom outbox export` writes them; a row that two exports agree about is one; a damaged one
+        # ends the pipeline, since a day that lacks it would stay so
+        rows = spark.read.schema(_OUTBOX).json(options.outbox, mode="FAILFAST").distinct()
         in_utc = F.to_utc_timestamp("enqueued_at", F.current_timezone())
         exported = rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*").where(
             F.col("enqueued_at") < F.lit(before)

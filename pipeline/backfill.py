@@ -36,6 +36,7 @@ class Options(Struct, kw_only=True):
     on_conflict: Annotated[str | None, msgspec.Meta(description="fail, or a directory for the keys of conflicts")] = (
         None
     )
+    on_refused: Annotated[str | None, msgspec.Meta(description="fail, or a directory for the refused rows")] = None
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
@@ -49,11 +50,10 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 
 def read(spark: SparkSession, options: Options) -> DataFrame:
-    """Read the data set; CSV with a header, its values as text."""
-    ending = options.input.removesuffix(".gz").rpartition(".")[2].lower()
+    """Read the data set; CSV with a header, its values as text. A row that cannot be read ends the pipeline."""
+    ending = options.input.rstrip("/").removesuffix(".gz").rpartition(".")[2].lower()
     kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
-    reader = spark.read.format(kind)
-    return reader.option("header", "true").load(options.input) if kind == "csv" else reader.load(options.input)
+    return spark.read.format(kind).options(header="true", mode="FAILFAST").load(options.input)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,12 @@ DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _NO_SPARK: Final = "pipelines need Spark, which is not installed: pip install 'postroom-server[pipeline]'"
 _PAUSE_SECONDS: Final = 0.2
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
+_OF_SYSTEM: Final = re.compile(r"^\w+: \[Errno \d+\] (.+)$", re.MULTILINE)  # an OSError of a Python worker
+_OF_DATA: Final = re.compile(  # Spark's errors about what it should read
+    r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA)[.\w]*\] "
+    r"(.+?)(?:\s+SQLSTATE.*)?$",
+    re.MULTILINE,
+)
 
 
 class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -310,14 +316,19 @@ def _said(found: Tasks) -> str:
 
 @contextmanager
 def own_sentences() -> Iterator[None]:
-    """Raise `Fatal` with our error's sentence and exit code where Spark raises one of its own around it."""
-    from pyspark.errors import PySparkException  # noqa: PLC0415 - slow to import, and an extra
+    """Raise `Fatal` with one sentence and its exit code where Spark raises an error around one that is none of its own.
+
+    That is an error of ours, or one of the system, as for a full disk, or data that Spark cannot read.
+    """
+    from py4j.protocol import Py4JError  # noqa: PLC0415 - slow to import, and an extra
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - the same
 
     try:
         yield
-    except PySparkException as error:
-        ours = _OURS.findall(str(error))
-        if not ours:
-            raise
-        kind, sentence = ours[-1]
-        raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
+    except (PySparkException, Py4JError) as error:
+        if ours := _OURS.findall(str(error)):
+            kind, sentence = ours[-1]
+            raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
+        if found := _OF_SYSTEM.findall(str(error)) or _OF_DATA.findall(str(error)):
+            raise Fatal(Exit.IO_ERROR, found[0]) from error
+        raise

@@ -234,6 +234,18 @@ def test_an_output_that_only_spark_could_write_to_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_audit_log_that_cannot_be_written_or_read_says_why(history: History, pipeline: Any, tmp_path: Path) -> None:
+    history.tamper("UPDATE mesh.message_history SET accepted_at = '2026-10-01Z'")
+    (tmp_path / "file").touch()
+    with pytest.raises(Fatal, match=r"^Not a directory: ") as unwritable:
+        pipeline("audit-log", f"output={tmp_path}/file/audit")
+    (tmp_path / "cut.ndjson").write_text(json.dumps(outbox_row(0)) + '\n{"id":"01')
+    with pytest.raises(Fatal, match=r"cut\.ndjson") as unreadable:
+        pipeline("audit-log", f"output={tmp_path}/audit", f"outbox={tmp_path}/*.ndjson")
+    assert unwritable.value.exit_code == unreadable.value.exit_code == Exit.IO_ERROR
+    assert not (tmp_path / "audit/outbox").exists()
+
+
 def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
     del spark
     with pytest.raises(Fatal, match="postroom broker migrate"):

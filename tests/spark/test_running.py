@@ -155,6 +155,44 @@ def test_a_backfill_that_runs_twice_sends_each_row_once(spark: SparkSession, pos
     assert len(post.accepted()) == 40
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("damaged.json", "Malformed records are detected"),
+        ("damaged.csv", "error while reading file .*damaged.csv"),
+        ("damaged.parquet", "error while reading file .*damaged.parquet"),
+        ("missing.json", "Path does not exist: file:.*missing.json"),
+    ],
+)
+@pytest.mark.usefixtures("spark")
+def test_a_backfill_of_data_that_cannot_be_read_says_why(
+    post: PostOffice, tmp_path: Path, name: str, sentence: str
+) -> None:
+    (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
+    for damaged in ("damaged.csv", "damaged.parquet"):
+        (tmp_path / damaged).write_text("order_id,what\n1,apples\n2,pears,plums\n")
+    words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
+    with pytest.raises(Fatal, match=f"^[^\\n]*{sentence}[^\\n]*$") as raised:
+        run_by_name("backfill", [*words, f"namespace={post.namespace}"])
+    assert raised.value.exit_code == Exit.IO_ERROR
+    assert post.accepted() == {}
+
+
+def test_a_backfill_puts_the_rows_that_are_refused_into_a_directory(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    del spark
+    data, refused = tmp_path / "orders.csv", tmp_path / "refused"
+    data.mkdir()
+    (data / "part-0.csv").write_text("order_id,urgency\n1,low\n2,soon\n")
+    words = options(input=f"{data}/", id="order_id", priority="urgency", to="topic:orders", on_refused=refused)
+    run_by_name("backfill", words + options(socket=post.socket, namespace=post.namespace))
+
+    assert post.accepted().keys() == {"1"}
+    (file,) = refused.iterdir()
+    assert '"order_id":"2"' in file.read_text()
+
+
 def test_no_store_is_an_error(spark: SparkSession, tmp_path: Path) -> None:
     del spark
     with pytest.raises(Fatal, match="no event store matches"):
