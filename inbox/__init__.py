@@ -117,9 +117,9 @@ class Inbox:
     ) -> Self:
         """Lock the file in `directory`, check it after an unclean stop, migrate it.
 
-        A damaged one is renamed, never overwritten. A new one in its place, or in that of one that was removed, has to be
-        refilled from the broker's history. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer than the program or
-        not an inbox, 75 or 74 while the disk is full or fails.
+        A damaged one is renamed, never overwritten. A new one in its place, or in that of one that was removed, has to
+        be refilled from the broker's history. Raises `Fatal`: 69 where another process owns it, 78 for one that is
+        newer than the program or not an inbox, 75 or 74 while the disk is full or fails.
         """
         file, now = OwnedFile(directory, NAME), clock()
 

@@ -106,7 +106,7 @@ def routes(services: Services) -> list[Route]:
 
         _route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
                query=ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
-        _route("GET", "/v1/outbox_rows", outbox.export, OPERATOR, "stream rows, one per line",
+        _route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one per line",
                query=ListQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
         _route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
                answers={200: RowChain}, problems=(400, 403, 404)),

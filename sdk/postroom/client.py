@@ -269,7 +269,7 @@ class AsyncClient(Calls):
         """Stream every row that `query` selects, oldest first; raises `Unavailable` where the stream breaks off."""
         parameters = to_parameters(query or ListQuery())
         silence = self._transport.timeout
-        async with self._transport.open("GET", "/v1/outbox_rows", query=parameters, silence=silence) as answer:
+        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as answer:
             async for lines in self._transport.lines(answer):
                 for line in lines:
                     yield self._transport.decode(line, OutboxRow)

@@ -82,10 +82,11 @@ _log = structlog.get_logger(__name__)
 
 
 class OwnedFile:
-    """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order, `is_first` that it has had none.
+    """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order.
 
     The process that owns the file holds `<name>.lock`, next to it, with flock(2); that has the process's id in it until
-    a clean stop empties it. A lock file with an id that no process holds means that the last owner was killed.
+    a clean stop empties it. A lock file with an id that no process holds means that the last owner was killed. Where
+    there was none, the file has had no owner (`is_first`).
     """
 
     def __init__(self, directory: Path, name: str, *, may_be_anothers: bool = False) -> None:

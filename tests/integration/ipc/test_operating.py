@@ -55,7 +55,7 @@ async def test_a_query_out_of_its_rule_is_a_400(room: Any, query: str) -> None:
 async def test_a_filter_by_what_is_no_destination_is_refused(room: Any) -> None:
     bulk = {**WHY, "filter": {"destination": "orders"}, "dry_run": True}
     for refused in (
-        await room.request("GET", "/v1/outbox_rows?destination=orders"),
+        await room.request("GET", "/v1/outbox/export?destination=orders"),
         await room.request("GET", "/v1/inbox?destination=orders"),
         await room.request("GET", "/v1/events?destination=orders"),
         await room.request("POST", "/v1/outbox/hold", bulk),
@@ -69,7 +69,7 @@ async def test_a_filter_by_what_is_no_destination_is_refused(room: Any) -> None:
 
 async def test_an_export_streams_every_row(room: Any) -> None:
     await send(room, *"abc")
-    reply = await room.request("GET", "/v1/outbox_rows?status=pending")
+    reply = await room.request("GET", "/v1/outbox/export?status=pending")
     assert [row["client_message_id"] for row in reply.lines] == list("abc")
 
 
