@@ -351,8 +351,12 @@ CREATE TRIGGER bound_for_good BEFORE UPDATE ON mesh.client_message_dedupe
 -- so that accepts of one mesh need not wait for each other's commits. The functions have their owner's rights: an
 -- accept or a reader needs none on sequences that come and go.
 CREATE FUNCTION mesh.last_history_id(mesh_id integer) RETURNS bigint
-LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-RETURN pg_sequence_last_value(to_regclass('mesh.history_' || mesh_id));
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+  RETURN pg_sequence_last_value(to_regclass('mesh.history_' || mesh_id));
+EXCEPTION WHEN internal_error THEN  -- between the two, a transaction committed that deletes the mesh
+  RETURN NULL;
+END $$;
 
 -- A mesh counts from the incarnation's floor: before a restore there may have been another mesh of its name.
 CREATE FUNCTION mesh.begin_history() RETURNS trigger

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
@@ -79,6 +80,18 @@ async def test_an_empty_mesh_goes_with_all_it_has_and_one_with_messages_stays(br
     assert (full.status, full.code) == (409, "mesh_holds_messages")
     assert [mesh["slug"] for mesh in (await broker.admin.get("/v1/meshes")).body["meshes"]] == ["demo"]
     assert (await broker.member("alice", "empty").get("/v1/features")).status == 401
+
+
+async def test_a_member_that_asks_while_its_mesh_is_deleted_is_answered(
+    broker: Any, postgres: asyncpg.Connection[asyncpg.Record], waiting_for_lock: Callable[[int], Awaitable[None]]
+) -> None:
+    await broker.add_mesh("empty")
+    async with postgres.transaction():
+        await postgres.execute("DELETE FROM mesh.mesh WHERE slug = 'empty'")
+        asked = asyncio.create_task(broker.member("alice", "empty").get("/v1/features"))
+        await waiting_for_lock(1)
+    features = await asked
+    assert (features.status, features.body["last_history_id"]) == (200, None)
 
 
 async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_have_stays(
