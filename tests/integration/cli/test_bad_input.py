@@ -285,13 +285,17 @@ def test_a_config_that_is_none_is_said_with_its_path(kind: str, verb: str, tmp_p
     assert NAMED.get(kind, str(file)) in ended.sentence()
 
 
-def test_a_secret_that_others_can_read_is_found(daemon: LoneDaemon) -> None:
+@pytest.mark.parametrize("kind", ["open", "pipe"])
+def test_a_secret_that_others_can_read_or_that_is_a_pipe_is_found(daemon: LoneDaemon, kind: str) -> None:
     token = Path(daemon.environment["POSTROOM_DAEMON_BROKER_TOKEN_FILE"])
     token.chmod(0o644)
+    if kind == "pipe":
+        token.unlink()
+        os.mkfifo(token, 0o600)
     user = Terminal(daemon.socket, **daemon.environment)
     found = [each for each in user.run("daemon", "check", "--json").json if each.get("subject") == "broker.token_file"]
     assert found[0]["verdict"] == "failed"
-    assert "chmod 600" in found[0]["remedy"]
+    assert {"open": "chmod 600", "pipe": "not a regular file"}[kind] in found[0]["detail"] + found[0]["remedy"]
 
 
 def test_umask_000_makes_nothing_readable_for_others(daemon: LoneDaemon) -> None:
