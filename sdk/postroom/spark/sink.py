@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,7 +33,7 @@ from postroom._wire.sends import SETTLED, SendResult
 from postroom._wire.spark import SparkTask
 from postroom._wire.words import counted
 from postroom.client import AsyncClient
-from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
+from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain, Unavailable
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
 from postroom.spark.rows import Row, RowReader, key_text
@@ -394,8 +394,11 @@ def prepare_directory(option: str, directory: str) -> None:
         raise InvalidMessage.of("invalid_option", detail, field=option) from error
 
 
-def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:
-    """Write `<directory>/<name>.jsonl`, one object per row; return its path. A second write replaces it."""
+def write_problems(plan: WritePlan, directory: str, name: str, problems: Sequence[RowProblem]) -> str:
+    """Write `<directory>/<name>.jsonl`, one object per row; return its path. A second write replaces it.
+
+    Raises `Unavailable` where that fails.
+    """
     system, path = _resolve(directory)
     lines = [
         msgspec.json.encode(
@@ -411,9 +414,17 @@ def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterabl
         + b"\n"
         for problem in problems
     ]
-    with system.open_output_stream(f"{path}/{name}.jsonl") as file:
-        file.write(b"".join(lines))
-    return f"{directory.rstrip('/')}/{name}.jsonl"
+    report = f"{directory.rstrip('/')}/{name}.jsonl"
+    try:
+        with system.open_output_stream(f"{path}/{name}.jsonl") as file:
+            file.write(b"".join(lines))
+    except OSError as error:
+        detail = (
+            f"{counted(len(problems), 'row')} not sent, and {report} cannot be written: {error}. "
+            "Run the write again, which finds the same rows"
+        )
+        raise Unavailable.of("report_not_written", detail, retryable=True) from error
+    return report
 
 
 def _resolve(directory: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from pyspark.sql.types import (
@@ -19,8 +20,9 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from postroom import InvalidMessage
+from postroom import InvalidMessage, PostroomError
 from postroom.spark.options import plan_write
+from postroom.spark.sink import RowProblem, write_problems
 
 COLUMNS: dict[str, DataType] = {
     "order_id": LongType(),
@@ -145,3 +147,12 @@ def test_two_columns_of_one_name_are_refused() -> None:
     twice = StructType([StructField("order_id", LongType()), StructField("order_id", LongType())])
     with pytest.raises(InvalidMessage, match="more than one column `order_id`"):
         plan_write(ENOUGH, twice)
+
+
+def test_a_report_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "write-1.jsonl").mkdir()
+    problem = RowProblem(("17",), "", conflict=True, code="idempotency_key_reused", detail="it was used before")
+    with pytest.raises(
+        PostroomError, match=r"1 row not sent, and .*write-1\.jsonl cannot be written: .*Run the write again"
+    ):
+        write_problems(plan_write(ENOUGH, schema()), str(tmp_path), "write-1", [problem])
