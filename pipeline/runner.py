@@ -78,23 +78,47 @@ def parse(options: type[O], words: Iterable[str], name: str) -> O:
             _refuse(name, options, f"{word!r} is not an option of the form name=value")
         if key in given:
             _refuse(name, options, f"{key} is given twice: give it once")
+        if not value.strip() and key != "database_url":  # as of a variable that is not set
+            _refuse(name, options, f"{key} is empty")
         given[key] = value
     if DATABASE_URL in os.environ and "database_url" in options.__struct_fields__:
         given.setdefault("database_url", os.environ[DATABASE_URL])
     try:
         found = msgspec.convert(given, options, strict=False)
     except msgspec.ValidationError as error:
-        said = str(error).replace("Object missing required field", "it needs the option")
+        said = str(error)
+        if key := said.removesuffix("`").partition(" - at `$.")[2]:
+            _refuse(name, options, f"{key} is {given[key]!r}: give {_expected(options, key)}")
+        said = said.replace("Object missing required field", "it needs the option")
         _refuse(name, options, said.replace("Object contains unknown field", "there is no option"))
     if isinstance(found, Database) and not found.database_url:
         raise Fatal(Exit.USAGE, f"say which database to read: set {DATABASE_URL}, or add database_url=postgresql://…")
     return found
 
 
+def _expected(options: type[msgspec.Struct], name: str) -> str:
+    """Return what an option that is more than text may be."""
+    match _schema(options)["properties"][name]:
+        case {"type": "boolean"}:
+            return "true or false"
+        case {"type": "integer", "minimum": least, "maximum": most}:
+            return f"a whole number from {least} to {most}"
+        case {"type": "number", "exclusiveMinimum": bound, "maximum": most}:
+            return f"a number of more than {bound}, at most {most}"
+        case {"anyOf": [{"enum": [*words, last]}, {"type": "null"}]}:
+            return f"{', '.join(words)} or {last}"
+        case other:
+            raise TypeError(f"{name}: no words for {other}")
+
+
+def _schema(options: type[msgspec.Struct]) -> dict[str, Any]:
+    schema: dict[str, Any] = msgspec.json.schema(options)["$defs"][options.__name__]
+    return schema
+
+
 def described(options: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
     """Return each option with its description, and its default if it has one."""
-    schema = msgspec.json.schema(options)
-    known = schema["$defs"][options.__name__]
+    known = _schema(options)
     required = known.get("required", ())
     return {
         name: {

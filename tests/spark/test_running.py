@@ -52,6 +52,7 @@ def test_every_pipeline_describes_each_of_its_options() -> None:
         (["database-url=x", "database_url=y"], "database_url is given twice"),
         (["colour=red", "output=x"], "there is no option `colour`"),
         ([], "it needs the option `output`"),
+        (["output="], "output is empty"),
         (["output=x", "database_url="], "say which database"),
     ],
 )
@@ -59,6 +60,21 @@ def test_words_that_are_no_options_are_refused(words: list[str], sentence: str) 
     with pytest.raises(Fatal, match=sentence) as raised:
         parse(PIPELINES["delivery-report"].options, words, "delivery-report")
     assert raised.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("audit-log", ["output=x", "verify=yes"], "verify is 'yes': give true or false"),
+        ("rate-telemetry", ["window_seconds=1.5"], "window_seconds is '1.5': give a whole number from 1 to 86400"),
+        ("orphan-check", ["events_kept_days=-1"], "events_kept_days is '-1': give a number of more than 0"),
+        ("backfill", ["id=a", "input=x", "format=xml"], "format is 'xml': give csv, json or parquet"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_with_what_to_give(name: str, words: list[str], sentence: str) -> None:
+    database = [] if name == "backfill" else ["database_url=x"]
+    with pytest.raises(Fatal, match=sentence):
+        parse(PIPELINES[name].options, [*words, *database], name)
 
 
 @pytest.mark.parametrize("days", ["0", "nan", "inf", "1e9"])
