@@ -125,8 +125,8 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
 
 
 def not_dated(row: ClaimedRow, wait_ms: int) -> Settlement:
-    """Give a row back that is too old to be posted according to a clock that the broker has not confirmed."""
-    detail = "it may be too old to be posted, but the broker has not confirmed this machine's clock: check the time"
+    """Give a row back that is too old to be posted, or due, by a clock that the broker has not confirmed."""
+    detail = "it may be too old or too early, and the broker has not confirmed this machine's clock: check the time"
     return returned(row, f"clock_unconfirmed: {detail}", wait_ms=wait_ms)
 
 

@@ -296,6 +296,13 @@ class ConfirmedClock:
         """Return whether the broker has to be asked before the clock can be confirmed."""
         return self._last is None or not 0 <= now - self._last.local <= margin
 
+    def has_come(self, moment: int, now: int, margin: int) -> bool:
+        """Return whether `moment` is over, which it is by this clock: False where the last answer contradicts that.
+
+        The same where that answer is too old to say so. Without any there is no other clock to go by.
+        """
+        return self._last is None or not (self.is_stale(now, margin) or moment > self.estimate(now) + margin)
+
     def estimate(self, now: int) -> int:
         """Return the time by the broker's clock, as the last answer implies it."""
         return now if self._last is None else now + self._last.date - self._last.local

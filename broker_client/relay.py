@@ -254,10 +254,12 @@ class Relay:
         """Make batches of what may be posted; the rest is too old, beyond a destination's rate, or not for a probe."""
         now = self._clock()
         oldest = self._link.clock.estimate(now) - self.max_age_hours * HOUR
-        old = [row for row in rows if row.age_from < oldest]
-        fresh, beyond = self._controls.admit([row for row in rows if row.age_from >= oldest], now)
-        dead = old if self._may_expire(now) else []
-        undated = [] if dead else old
+        has_come, margin = self._link.clock.has_come, self._check.margin_ms
+        due = [row for row in rows if not row.not_before or has_come(row.not_before, now, margin)]
+        early = [row for row in rows if row.not_before and not has_come(row.not_before, now, margin)]
+        old = [row for row in due if row.age_from < oldest]
+        fresh, beyond = self._controls.admit([row for row in due if row.age_from >= oldest], now)
+        undated, dead = (early, old) if self._may_expire(now) else ([*early, *old], [])
         self._availability.features_due = self._availability.features_due or bool(undated)
         batches = self._posting.suspects.divide(fresh)
         first, others = (batches[:1], batches[1:]) if self._availability.probing else (batches, [])
@@ -271,7 +273,7 @@ class Relay:
             *map(returned, beyond),
         ]
         if settlements:
-            self._start(self._posting.settle(settlements), [*old, *beyond])
+            self._start(self._posting.settle(settlements), [*dead, *undated, *beyond])
 
     def _take_ready(self) -> list[ClaimedRow]:
         rows = [row for batch in self._ready for row in batch]

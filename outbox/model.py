@@ -104,6 +104,7 @@ class ClaimedRow(NamedTuple):
     destination: str
     attempts: int  # before this one
     age_from: int  # ms since the epoch: enqueued, or not_before where that is later
+    not_before: int = 0  # ms since the epoch
 
 
 class Verdict(StrEnum):

@@ -18,7 +18,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 _decode_candidates: Final = msgspec.json.Decoder(list[tuple[int, int]]).decode
-_decode_claimed: Final = msgspec.json.Decoder(list[tuple[str, str, str, msgspec.Raw, str, int, int]]).decode
+_decode_claimed: Final = msgspec.json.Decoder(list[tuple[str, str, str, msgspec.Raw, str, int, int, int]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 
 
@@ -225,6 +225,6 @@ def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow
     """Return the rows that a claim took, in its order; runs on the thread of any connection."""
     (found,) = db.execute(_QUERIES["taken"], (_encode(seqs).decode(),)).fetchone()
     return [
-        ClaimedRow(row_id, name, bytes.fromhex(fingerprint), bytes(payload), to, attempts, age_from)
-        for row_id, name, fingerprint, payload, to, attempts, age_from in _decode_claimed(found)
+        ClaimedRow(row_id, name, bytes.fromhex(fingerprint), bytes(payload), to, attempts, age_from, not_before)
+        for row_id, name, fingerprint, payload, to, attempts, age_from, not_before in _decode_claimed(found)
     ]

@@ -54,7 +54,7 @@ WHERE seq IN (SELECT value FROM json_each(?1));
 SELECT CAST('[' || coalesce(group_concat(
            '["' || outbox.id || '","' || client_message_id || '","' || hex(request_fingerprint) || '",'
            || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ','
-           || max(enqueued_at, coalesce(not_before, 0)) || ']'
+           || max(enqueued_at, coalesce(not_before, 0)) || ',' || coalesce(not_before, 0) || ']'
        ), '') || ']' AS BLOB)
 FROM json_each(?1) AS chosen
 CROSS JOIN outbox ON outbox.seq = chosen.value

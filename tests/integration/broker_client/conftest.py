@@ -209,8 +209,9 @@ class Station:
     def run(self) -> None:
         self.task = asyncio.create_task(self.relay.run())
 
-    async def send(self, *ids: str, to: str = "topic:orders") -> None:
-        sends = [prepare(json.dumps({"to": to, "body": "b", "client_message_id": one}).encode()) for one in ids]
+    async def send(self, *ids: str, to: str = "topic:orders", **fields: str) -> None:
+        message = {"to": to, "body": "b", **fields}
+        sends = [prepare(json.dumps({**message, "client_message_id": one}).encode()) for one in ids]
         await self.outbox.accept(sends, Caller(0, 0))
 
     async def settled(self, *ids: str) -> list[Any]:

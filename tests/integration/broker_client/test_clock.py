@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 
 import pytest
 from support.relaying import ids_of, rows_of, whole
@@ -89,6 +90,32 @@ async def test_a_clock_that_stays_wrong_stops_nothing_where_the_broker_tells_the
     here.run()
     await here.send("meanwhile")
     assert {row.status for row in await here.settled(*rows, "meanwhile")} == {"done"}
+
+
+@pytest.mark.parametrize("at_the_start", [False, True])
+async def test_a_clock_that_is_ahead_posts_nothing_before_its_not_before(
+    scripted_broker, station, answers, at_the_start
+):
+    await sent(scripted_broker, answers)
+    here = await station(scripted_broker.url, expiry_seconds=1)
+    right, jumped = here.clock.now_ms, 0
+    scripted_broker.date = lambda: right() - round(jumped * 3_600_000)
+    if not at_the_start:
+        here.run()
+        await here.send("before")
+        await here.settled("before")
+    await here.send("later", not_before=datetime.fromtimestamp(right() / 1000 + 7 * 86_400, UTC).isoformat())
+    jumped = YEARS
+    here.clock.jump(YEARS)
+    if at_the_start:
+        here.run()
+    await here.send("meanwhile")
+    assert {row.status for row in await here.settled("meanwhile")} == {"done"}
+    await here.clock.sleep(60)
+    assert "later" not in [name for batch in scripted_broker.batches for name in batch]
+    jumped = 0
+    here.clock.jump(8 * 24 - YEARS)
+    assert {row.status for row in await here.settled("later")} == {"done"}
 
 
 async def test_without_a_date_what_looks_too_old_is_neither_posted_nor_dead_until_the_clock_is_right(
