@@ -255,8 +255,10 @@ class Relay:
         now = self._clock()
         oldest = self._link.clock.estimate(now) - self.max_age_hours * HOUR
         has_come, margin = self._link.clock.has_come, self._check.margin_ms
-        due = [row for row in rows if not row.not_before or has_come(row.not_before, now, margin)]
-        early = [row for row in rows if row.not_before and not has_come(row.not_before, now, margin)]
+        due: list[ClaimedRow] = []
+        early: list[ClaimedRow] = []
+        for row in rows:
+            (due if not row.not_before or has_come(row.not_before, now, margin) else early).append(row)
         old = [row for row in due if row.age_from < oldest]
         fresh, beyond = self._controls.admit([row for row in due if row.age_from >= oldest], now)
         undated, dead = (early, old) if self._may_expire(now) else ([*early, *old], [])
