@@ -75,12 +75,26 @@ async def test_a_fatal_error_of_a_task_keeps_its_exit_code():
     assert fatal.value.exit_code is Exit.CONFIG
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_sets_the_stop_event(number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     stop = asyncio.Event()
-    stop_on_signals(stop)
-    os.kill(os.getpid(), number)
-    await asyncio.wait_for(stop.wait(), 10)
+    try:
+        stop_on_signals(stop)
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 10)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_hangup_stops_no_program_that_ignores_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup(1) does
+    try:
+        stop_on_signals(asyncio.Event())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_those_who_wait_in_step_wake_together_and_none_late():
