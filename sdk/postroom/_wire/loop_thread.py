@@ -30,9 +30,14 @@ class LoopThread:
         running: list[asyncio.Task[T]] = []
         ended = SimpleQueue[asyncio.Task[T]]()
 
+        def end(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # asked for here, since an interrupted caller does not
+            ended.put(task)
+
         def begin() -> None:
             running.append(self._loop.create_task(work()))
-            running[0].add_done_callback(ended.put)
+            running[0].add_done_callback(end)
 
         self._loop.call_soon_threadsafe(begin)
         return ended.get().result()
@@ -65,8 +70,12 @@ class LoopThread:
                 self.run(end)
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread, and before them what a second Ctrl-C kept from ending."""
         self._process = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from postroom import AsyncClient, Client, SendRequest
+from postroom._wire.loop_thread import LoopThread
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")]
 
@@ -79,3 +80,23 @@ def interrupted(client: Client, point: int) -> bool:
         sys.setprofile(None)
         assert begun == over
     return False
+
+
+def test_what_an_interrupted_end_left_running_is_ended_with_the_loop() -> None:
+    """A second Ctrl-C comes while the first one is ending an iteration."""
+    ended, left = list[bool](), list[asyncio.Task[None]]()
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def leave() -> None:
+        left.append(asyncio.create_task(endless()))
+        await asyncio.sleep(0)  # until it has begun
+
+    loop = LoopThread()
+    loop.run(leave)
+    loop.close()
+    assert ended == [True]
