@@ -36,6 +36,7 @@ _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:/s)?")
 _MOST_SECONDS: Final = 100 * 365.25 * 86400  # beyond a hundred years it is a slip of the pen
 MAX_ID: Final = 128  # characters
 MAX_LINE: Final = 64 * 1024  # bytes of one line of standard input
+_MAY_BE_EMPTY: Final = ("tenant", "topic", "group")  # options: these parts of a key of `once` may be
 
 
 def duration(text: str) -> float:
@@ -274,7 +275,9 @@ class VerbCommand(TyperCommand):
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for option in self.params:
             values = given.get(option.name)
-            if option.param_type_name == "option" and "" in (values if isinstance(values, list) else [values]):
+            if option.param_type_name != "option" or option.name in _MAY_BE_EMPTY:
+                continue
+            if "" in (values if isinstance(values, list) else [values]):
                 raise typer.BadParameter("it is empty: give a value, or omit it", ctx=ctx, param_hint=option.opts[0])
         return super().parse_args(ctx, args)
 

@@ -49,6 +49,15 @@ async def do_once(url: str, key: str, *, fails: bool = False) -> bool:
         return claim.first
 
 
+async def test_an_empty_tenant_or_topic_is_one_and_an_empty_group_the_producers(url: str, terminal: Terminal) -> None:
+    async with open_registry(url) as registry, registry.once("", "", "k-1"):
+        pass
+    await do_once(url, "k-2")
+    nobody = ("--tenant", "", "--topic=")
+    assert [kept["key"] for kept in (await run(terminal, "list", *nobody, "--group", "", "--json")).json] == ["k-1"]
+    assert (await run(terminal, "inspect", "k-1", *nobody, "--json")).json[0]["state"] == "COMMITTED"
+
+
 async def test_keys_are_listed_inspected_and_forgotten(url: str, terminal: Terminal) -> None:
     await do_once(url, "k-1")
     with pytest.raises(ValueError, match="declined"):
