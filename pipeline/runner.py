@@ -271,12 +271,17 @@ def session(name: str) -> Iterator[SparkSession]:
         is_submitted = SparkConf().contains("spark.master")  # a session of `spark-submit` has its own settings
         for key, value in (always if is_submitted else always | own).items():
             builder = builder.config(key, value)
-        spark = builder.getOrCreate()
-        if threading.current_thread() is threading.main_thread():
-            # Spark's own handler would call Java during the call that Ctrl-C interrupts, which is not possible
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            logging.getLogger().addFilter(_is_news)
-            logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        # Ctrl-C waits until Java runs: PySpark would leave it behind, without the file that tells where it listens
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            spark = builder.getOrCreate()
+            if threading.current_thread() is threading.main_thread():
+                # Spark's own handler would call Java during the call that Ctrl-C interrupts, which is not possible
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                logging.getLogger().addFilter(_is_news)
+                logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         try:
             yield spark
         except BaseException:

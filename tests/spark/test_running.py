@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from support.agents import opened
 from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
+from support.rough_write import wait_until
 
 from pipeline.runner import PIPELINES, described, moment, parse, run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
@@ -234,6 +237,35 @@ def test_what_spark_raises_around_an_error_of_ours_is_said_in_our_sentence(
     with pytest.raises(Fatal, match=r"^there is no mesh 'nope': `postroom mesh list` shows them$") as raised:
         run_by_name("rate-telemetry", options(database_url=database_url, mesh="nope"))
     assert raised.value.exit_code == Exit.NOT_FOUND
+
+
+def test_ctrl_c_while_java_starts_ends_java_too(tmp_path: Path) -> None:
+    environment = {**os.environ, "POSTROOM_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    provide_java(environment)
+    command = [sys.executable, "-m", "cli", "pipeline", "run", "rate-telemetry"]
+    with subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            wait_until(lambda: b"pyspark-shell" in commands_of_children(process.pid) or process.poll() is not None)
+            os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=120)  # Java holds its end of the pipe as long as it lives
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130
+    assert output.decode().splitlines()[-1] == "postroom: interrupted"
+    assert "Exception" not in output.decode()
+
+
+def commands_of_children(pid: int) -> bytes:
+    """Return the command lines of a process's children; none where it has ended."""
+    found = b""
+    with suppress(FileNotFoundError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += Path(f"/proc/{child}/cmdline").read_bytes()
+    return found
 
 
 @pytest.mark.soak
