@@ -113,6 +113,12 @@ def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     return Conflict.of("consumer_gone", f"cannot replay {letter}: {why}")
 
 
+def not_of_mesh(letter: str, subject: str, mesh: str) -> Conflict:
+    """Refuse a replay to a subject that a letter of the mesh cannot have come from."""
+    why = f"no message of {mesh} that died without a record has the subject {subject!r}: drop the letter"
+    return Conflict.of("foreign_subject", f"cannot replay {letter}: {why}")
+
+
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
     """Refuse to settle a letter whose row is in another database, where it would stay unsettled."""
     detail = (

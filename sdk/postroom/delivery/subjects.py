@@ -154,6 +154,19 @@ def known_subject(subject: str) -> Subject | None:
     return None
 
 
+def mesh_named_by(subject: str) -> str | None:
+    """Return the context in whose streams a subject is, well formed or not; None for that of another program."""
+    match subject.split("."):
+        case ["cmd", context, *_] | [context, "event" | "dlq" | "inbox", *_]:
+            return context
+    return None
+
+
+def is_literal(subject: str) -> bool:
+    """Return whether a subject names one place: NATS takes `*` and `>` in what is published for any text."""
+    return not {"*", ">"} & set(subject.split("."))
+
+
 def _context(text: str) -> str:
     if text == "cmd":
         raise invalid_subject("the context cannot be 'cmd': commands of every context begin with that word")

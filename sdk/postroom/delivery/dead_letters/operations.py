@@ -56,11 +56,12 @@ from postroom.delivery.errors import (
     letter_not_found,
     no_nats,
     no_payload,
+    not_of_mesh,
 )
 from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
 from postroom.delivery.streams import all_streams, covers
-from postroom.delivery.subjects import dead_letter_subject, stream_name
+from postroom.delivery.subjects import dead_letter_subject, is_literal, mesh_named_by, stream_name
 from postroom.errors import PostroomError
 
 _ROWS: Final = 500  # letters of the record that are read at once
@@ -292,6 +293,10 @@ class LetterOperations:
             raise no_payload(id_)
         if self._js is None:
             raise no_nats(f"replaying the dead letter {id_}")
+        # Whoever may write into the stream could else have an operator of this mesh publish into any other.
+        foreign = _ROW.fullmatch(id_) is None and mesh_named_by(letter.original_subject) not in (None, self._context)
+        if foreign or not is_literal(letter.original_subject):
+            raise not_of_mesh(id_, letter.original_subject, self._context)
         wanted = letter.consumer, letter.original_subject
         if wanted not in self._there:
             try:

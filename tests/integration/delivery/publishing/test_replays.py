@@ -16,7 +16,7 @@ import pytest
 
 from embedded.processes import tethered
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
-from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
 from postroom.delivery.publishing.postgres import LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
@@ -254,3 +254,44 @@ async def forge(office: Any, odd: dict[str, object]) -> None:
         "attempts": 1,
     }
     await office.js.publish(f"{office.context}.dlq.x", msgspec.json.encode({**usual, **odd}))
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "{another}.event.order_placed.v1",
+        "{another}.event.order.placed.v1",  # which none of our programs would build, but its stream takes
+        "cmd.{another}.default.worker.run",
+        "{own}.event.>",
+        "{own}.event.*.v1",
+    ],
+)
+async def test_a_forged_letter_is_not_replayed_into_another_mesh_or_to_a_pattern(office: Any, subject: str) -> None:
+    """What has no row was written by anybody who may write into the stream, and is replayed as the broker."""
+    another = f"other_{office.context}"
+    await office.add_stream()
+    await office.js.add_stream(name=another, subjects=[f"{another}.event.>", f"cmd.{another}.>"])
+    await ensure_stream(office.js, dead_letter_stream(office.context))
+    await forge(
+        office, {"message_id": "forged", "original_subject": subject.format(own=office.context, another=another)}
+    )
+    (outcome,) = await settle(office, await find(office))
+    assert isinstance(outcome, PostroomError)
+    assert outcome.problem.code == "foreign_subject"
+    assert [(await office.js.stream_info(name)).state.messages for name in (another, office.stream)] == [0, 0]
+
+
+async def test_the_letter_of_a_consumer_of_another_mesh_is_replayed_to_it(office: Any) -> None:
+    """It has a row, which only programs of ours with the database's rights write."""
+    another = f"other_{office.context}"
+    await office.js.add_stream(name=another, subjects=[f"{another}.event.>"])
+    await office.js.add_consumer(another, durable_name="billing", ack_policy="explicit")
+    letter = DeadLetter(
+        message_id="m-1",
+        original_subject=f"{another}.event.order_placed.v1",
+        reason="poison",
+        attempts=1,
+        consumer="billing",
+    )
+    await RecordedLetters(office.pool, office.context).keep(letter.with_data(b"{}"))
+    assert await settle(office, await find(office)) == ["m-1~billing.1"]
