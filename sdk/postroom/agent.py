@@ -228,14 +228,19 @@ def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
     """Return what `receive` returned as a tuple of effects; raises `InvalidMessage` where it is something else."""
     if returned is None:
         return ()
-    if isinstance(returned, (Emit, Command)):
-        return (returned,)
-    if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
+    if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, (Emit, Command, Iterable)):
         raise _wrong_effect(agent, returned)
-    effects = tuple(returned)
+    effects = (returned,) if isinstance(returned, (Emit, Command)) else tuple(returned)
     for effect in effects:
         if not isinstance(effect, (Emit, Command)):
             raise _wrong_effect(agent, effect)
+        kind = Emit if isinstance(effect, Emit) else Command
+        fields = {name: getattr(effect, name) for name in kind.__struct_fields__ if name != "payload"}
+        try:
+            msgspec.convert(fields, kind)  # a struct takes anything, and its record could not be read again
+        except msgspec.ValidationError as error:
+            detail = f"{agent}.receive returned {kind.__name__} with a field that it cannot have: {error}"
+            raise InvalidMessage.of("invalid_effect", detail) from error
     return effects
 
 

@@ -174,7 +174,7 @@ def load_named(name: str, *, what: str, example: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a guard ends itself
         raise Fatal(
             Exit.CONFIG, f"cannot import {module_name}: {type(error).__name__}: {error}; check PYTHONPATH"
         ) from error

@@ -110,6 +110,27 @@ def test_effects_are_nothing_one_or_several(returned: object, effects: tuple[obj
     assert effects_of(returned, "pricing") == effects
 
 
+@pytest.mark.parametrize(
+    ("effect", "field"),
+    [
+        (Emit("x", version=True), "version"),
+        (Emit("x", version="2"), "version"),  # type: ignore[arg-type]
+        (Emit("x", entity_id=17), "entity_id"),  # type: ignore[arg-type]
+        (Emit("x", entity_id="a", expected_version="1"), "expected_version"),  # type: ignore[arg-type]
+        (Emit("x", entity_id="a", expected_version=1.0), "expected_version"),  # type: ignore[arg-type]
+        (Command("w", workspace=5), "workspace"),  # type: ignore[arg-type]
+        (Command(7), "agent"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_effect_with_a_field_of_another_type_is_refused_before_it_is_kept(
+    effect: Emit | Command, field: str
+) -> None:
+    """Nobody could read its record again."""
+    with pytest.raises(InvalidMessage, match=f"Expected .* at `\\$.{field}`") as refused:
+        effects_of([Emit("fine"), effect], "pricing")
+    assert refused.value.code == "invalid_effect"
+
+
 @pytest.mark.parametrize("returned", ["x", b"x", {"x": 1}, 7, [Emit("x"), None]])
 def test_what_is_no_effect_is_refused_with_what_to_return(returned: object):
     with pytest.raises(InvalidMessage, match="return None, an Emit, a Command, or a list of them"):
