@@ -29,6 +29,7 @@ import pytest
 import redis
 import structlog
 import uvloop
+from hypothesis import HealthCheck, settings
 from support import class_data, session
 from support.databases import create, drop
 from support.janitor import clear_up
@@ -55,6 +56,8 @@ def pytest_configure() -> None:
     A Java of a test lives for seconds, and would spend half of its time on optimizing code, and half of the rest on
     reading classes that every run has read before.
 
+    How long Hypothesis takes for an example is the machine's affair, and no fault.
+
     An error is logged as in our programs: structlog by itself would print the values of each frame too, which takes
     seconds where one is a large message.
     """
@@ -67,6 +70,8 @@ def pytest_configure() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
     os.environ.setdefault("JAVA_TOOL_OPTIONS", _JAVA_OPTIONS)
+    settings.register_profile("untimed", deadline=None, suppress_health_check=list(HealthCheck))
+    settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wire import encode, parse
 
@@ -121,7 +121,7 @@ def _fuzz(document: dict[str, Any], exchange: Callable[[bytes], bytes]) -> None:
         for method, operation in methods.items()
     ]
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300)
     @given(st.data())
     def attack(data: st.DataObject) -> None:
         method, path, operation = data.draw(st.sampled_from(operations))

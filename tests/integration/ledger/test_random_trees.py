@@ -14,7 +14,7 @@ from uuid import UUID
 
 import asyncpg
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from support.ledgers import LEASE, Jobs, mark, seed_guid
@@ -291,8 +291,6 @@ def drive(url: str, runs: int) -> None:
             max_examples=runs,
             stateful_step_count=25,
             phases=(Phase.reuse, Phase.generate),  # a failure is shrunk by hand: each try costs a job
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
         ),
     )
 

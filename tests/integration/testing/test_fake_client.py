@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mailroom import LoneDaemon
 
@@ -41,7 +41,7 @@ async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
 def test_whatever_is_sent_the_fake_answers_as_the_daemon_does(daemon: LoneDaemon) -> None:
     with Client(daemon.socket, patience=0) as real:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=150)
         @given(st.lists(MESSAGES, max_size=6))
         def compare(messages: list[dict[str, Any]]) -> None:
             fake, run = FakeClient(), new_id()  # the daemon lives on: each run has ids of its own

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import count
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.output import Progress, fields, line, progress, table
@@ -35,7 +35,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 @given(rows=TABLES)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_word_is_whole_and_no_line_is_wider_than_the_terminal(
     shown: Callable[..., list[str]], rows: list[tuple[object, ...]]
 ) -> None:
