@@ -20,7 +20,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels release demo test test-fast check format docs site bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
+.PHONY: help setup lock wheels release demo test test-setup test-fast check format docs site bench soak faults faults-soak test-browser test-monitoring test-systemd test-containers test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,10 +85,12 @@ release: wheels ## the same with Debian packages and SHA256SUMS (apt: dpkg)
 demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo
 
+test-setup: $(CLASSES) $(EXAMPLES) ## what `make test` installs; .ci/run makes it beside the checks
+
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever. Where a recipe needs a shell, `exec` puts the tests in its place: a SIGTERM that
 # make passes on would end the shell alone.
-test: $(CLASSES) $(EXAMPLES) ## every test but the slow suites
+test: test-setup ## every test but the slow suites
 	exec $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
