@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def worker(*arguments: str, ready: str = "publishing", **environment: str) -> It
     words = ["-m", "postroom.worker", "run", *arguments]
     environment = {"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment}
     reading, writing = os.pipe()
-    with open(reading, "rb") as said:  # noqa: PTH123 - a descriptor
+    with open(reading, "rb") as said, ThreadPoolExecutor(1) as readers:  # noqa: PTH123 - a descriptor
         with open(writing, "wb") as output:  # noqa: PTH123 - the same
             process = shared().start(words, environment, output)
         try:
@@ -252,6 +253,7 @@ def worker(*arguments: str, ready: str = "publishing", **environment: str) -> It
                 line = said.readline()
                 assert line, "the worker ended"
                 started = json.loads(line)
+            readers.submit(said.read)  # a worker whose log nobody reads stands still
             yield process, started
         finally:
             process.kill()
