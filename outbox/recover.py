@@ -69,7 +69,7 @@ class Recovery(NamedTuple):
         return self.missing == 0 and not self.lost_log_lines and not self.damaged_frames
 
 
-_Time = Annotated[int, Meta(ge=0, lt=2**53)]  # ms since the epoch
+_Time = Annotated[int, Meta(ge=-62_135_596_800_000, lt=253_402_300_800_000)]  # ms since the epoch, in Python's calendar
 _Number = Annotated[int, Meta(ge=0, lt=2**53)]
 _Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:~-]{1,160}\Z")]
 _Packed = Any  # str or bytes, which msgspec cannot distinguish

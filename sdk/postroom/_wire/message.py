@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
@@ -32,6 +33,7 @@ MAX_MENTIONS: Final = 256
 _OTHERS: Final = 32  # members of a message that are neither in meta nor mentions, with room to spare
 MAX_VALUES: Final = MAX_META_VALUES + MAX_MENTIONS + _OTHERS
 _NODES: Final = {dict, list}
+_LATEST: Final = datetime(9999, 12, 31, 23, 59, 59, 999000, UTC)  # the outbox keeps ms, rounded up
 _WINDOW: Final = 64 * 1024  # bytes that are counted at once
 _LONG: Final = 256  # characters of a body
 _BEGINNING: Final = 32  # bytes of its text
@@ -105,7 +107,7 @@ class PreparedSend(msgspec.Struct, frozen=True, gc=False):
     payload: bytes
     destination: str
     priority: Priority
-    not_before: datetime | None
+    not_before: datetime | None  # UTC
 
 
 class Checked(msgspec.Struct, frozen=True, gc=False):
@@ -322,10 +324,10 @@ def _utc(moment: datetime | None) -> datetime | None:
         return None
     if moment.tzinfo is None:
         refuse("invalid_field", "not_before needs a UTC offset, as in 2026-11-21T09:00:00Z", "not_before")
-    try:
-        return moment.astimezone(UTC)
-    except OverflowError:
-        refuse("invalid_field", "not_before is outside the calendar", "not_before")
+    with suppress(OverflowError):
+        if (moment := moment.astimezone(UTC)) <= _LATEST:
+            return moment
+    refuse("invalid_field", "not_before is outside the calendar", "not_before")
 
 
 def _is_shortest(data: bytes, request: SendRequest) -> bool:

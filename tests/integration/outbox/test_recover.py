@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,6 +61,22 @@ async def test_a_sound_outbox_is_recovered_whole(state: Path, database: Path, op
     assert (await outbox.counts()).rows == {"pending": 301, "inflight": 0, "done": 1, "dead": 1, "aborted": 1}
     assert (await outbox.relay_controls())["dm:bob"].paused
     assert [line.verb for line in (await outbox.inspect("aborted")).log] == ["abort"]
+    await outbox.close()
+
+
+async def test_rows_with_a_not_before_at_either_end_of_the_calendar_are_saved(
+    state: Path, open_outbox: OpenOutbox
+) -> None:
+    outbox = await open_outbox()
+    times = [datetime.min.replace(tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)]
+    requests = [SendRequest(to="topic:orders", not_before=time, client_message_id=str(time.year)) for time in times]
+    await accepted(outbox, *map(prepare, requests))
+    await outbox.close()
+
+    recovery = recover(state, clock=lambda: START)
+    assert (recovery.saved, recovery.missing) == (2, 0)
+    outbox = await open_outbox()
+    assert [(await outbox.row(str(time.year))).not_before for time in times] == times
     await outbox.close()
 
 
