@@ -23,7 +23,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from postroom._wire.message import MAX_BODY_BYTES
+from postroom._wire.message import MAX_BODY_BYTES, MAX_REQUEST_BYTES
 from postroom.errors import TryAgain
 
 NO_UID: Final = -1  # of a holder without a uid
@@ -54,7 +54,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     )
     request_bytes: Annotated[
         Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
-    ] = 4 * MIB  # text that JSON writes as \uXXXX grows up to threefold
+    ] = MAX_REQUEST_BYTES
     buffered_bytes: Annotated[Bytes, msgspec.Meta(description="Bytes of requests held in memory at once (429).")] = (
         64 * MIB
     )

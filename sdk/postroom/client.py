@@ -18,6 +18,7 @@ from postroom._wire import spans
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import (
     Body,
+    check_id,
     check_seconds,
     check_traceparent,
     check_verb,
@@ -205,14 +206,18 @@ class AsyncClient(Calls):
             if row.status in SETTLED or not patience.remaining():
                 return row
 
-    async def wait_many(self, client_message_ids: Sequence[str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
+    async def wait_many(self, client_message_ids: Iterable[str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
         """Do as `wait` does, for any number of sends with few requests; return them in the same order.
 
         Raises `NotFound` with the id of a send that does not exist.
         """
+        if isinstance(client_message_ids, str):
+            sentence = f"client_message_ids must be a list of ids, as in [{client_message_ids!r}]"
+            refuse("invalid_field", sentence, "client_message_ids")
+        every = [check_id(each) for each in client_message_ids]
         patience, rows = Patience(timeout), list[OutboxRow]()
-        for start in range(0, len(client_message_ids), MAX_PAGE):
-            ids = client_message_ids[start : start + MAX_PAGE]
+        for start in range(0, len(every), MAX_PAGE):
+            ids = every[start : start + MAX_PAGE]
             found: dict[str, OutboxRow] = {}
             while unsettled := [each for each in ids if each not in found or found[each].status not in SETTLED]:
                 seconds = min(patience.remaining(), MAX_WAIT)

@@ -36,15 +36,20 @@ def check_seconds(timeout: float, patience: float) -> None:
         refuse("invalid_patience", f"patience must be a number of seconds (0: one try), not {patience!r}", "patience")
 
 
-def segment(word: Any) -> str:
-    """Return an id or a name as a segment of a path; refuse what none can be, such as the whole receipt of a send."""
+def check_id(word: Any) -> str:
+    """Return it unchanged; refuse what is not an id or a name, such as the whole receipt of a send."""
     if not isinstance(word, str):
         sentence = "an id or a name must be text, such as the `client_message_id` that `send` returned, not "
         refuse("invalid_field", sentence + type(word).__name__)
     if not word:
         refuse("invalid_field", "an id or a name is empty: give the one that you mean")
+    return word
+
+
+def segment(word: Any) -> str:
+    """Return an id or a name as a segment of a path; refuse what none can be."""
     try:
-        return quote(word, safe=":")
+        return quote(check_id(word), safe=":")
     except UnicodeEncodeError as error:
         refuse("invalid_field", f"{not_text(error)}: give an id or a name that is")
 

@@ -3,7 +3,7 @@
 Everything above the socket is real: the clients, their checks, their errors, `send_many`. The daemon behind them checks
 a message by the same functions as the real one, and answers from the same accept table; its outbox is a dictionary,
 which ends with it. Nothing is relayed: a send stays `pending` until a test settles it, or a call such as `wait` waits
-for it; then it is `done`.
+for it after its `not_before`; then it is `done`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from postroom._wire.cloudevents import read_event
 from postroom._wire.fingerprint import prefix
 from postroom._wire.http import Head
 from postroom._wire.ids import new_id, now_ms
-from postroom._wire.message import Envelope, PreparedSend, Priority, SendRequest, prepare
+from postroom._wire.message import MAX_REQUEST_BYTES, Envelope, PreparedSend, Priority, SendRequest, prepare, refuse
 from postroom._wire.operations import SendsQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, Ready, RowStatus, SendList, SendResult, Version
 from postroom._wire.transport import JSON, NDJSON, Exchanges
@@ -127,30 +127,31 @@ class FakeDaemon:
         with self._lock:
             rows = [self._rows[each] for each in client_message_ids if each in self._rows]
             for row in rows:
-                if wait and row.status not in SETTLED:
+                due = row.send.not_before is None or row.send.not_before <= datetime.now(UTC)
+                if wait and due and row.status not in SETTLED:
                     self._settle(row, "done", None)
             return [row.shown() for row in rows]
 
     def _answer(self, request: bytes) -> tuple[int, Any]:
         """Answer one request."""
-        if self._failure is not None:
-            raise self._failure
         line, headers, body = _parsed(request)
+        _check_size(body)
         method, target, _ = line.split(" ")
         url, traceparent = urlsplit(target), headers.get("traceparent")
+        query = parse_qs(url.query, keep_blank_values=True)
         match method, url.path:
             case "POST", "/v1/send":
                 return self._accept(body, traceparent)
             case "POST", "/v1/cloudevents":
-                return self._accept(read_event(headers, body).message(parse_qs(url.query)["to"][0]), traceparent)
+                return self._accept(read_event(headers, body).message(query["to"][0]), traceparent)
             case "POST", "/v1/sends":
-                query = msgspec.json.decode(body, type=SendsQuery)
-                found = self._where(query.client_message_ids, query.wait)
+                asked = msgspec.json.decode(body, type=SendsQuery)
+                found = self._where(asked.client_message_ids, asked.wait)
                 known = {row.client_message_id for row in found}
-                return 200, SendList(rows=found, missing=[x for x in query.client_message_ids if x not in known])
+                return 200, SendList(rows=found, missing=[x for x in asked.client_message_ids if x not in known])
             case "GET", path if matched := _SEND.fullmatch(path):
                 self._row(client_message_id := unquote(matched[1]))
-                (row,) = self._where([client_message_id], float(parse_qs(url.query).get("wait", ["0"])[0]))
+                (row,) = self._where([client_message_id], float(query.get("wait", ["0"])[0]))
                 return 200, row
             case "GET", "/v1/ready":
                 return 200, Ready(ready=True)
@@ -162,6 +163,7 @@ class FakeDaemon:
     def _line(self, number: int, data: bytes, traceparent: str | None) -> BatchResult:
         """Answer one line of a batch."""
         try:
+            _check_size(data)
             return BatchResult(line=number, result=self._accept(data, traceparent)[1])
         except PostroomError as error:
             return BatchResult(line=number, problem=error.problem)
@@ -245,8 +247,6 @@ class _Fake(Exchanges):
         self._check_open()
         if not request.startswith(f"POST {BATCH} ".encode()):
             self._daemon._answer(request)  # noqa: SLF001 - which refuses it
-        if (failure := self._daemon._failure) is not None:  # noqa: SLF001
-            raise failure
         _, headers, _ = _parsed(request)
         answer_line = partial(self._daemon._line, traceparent=headers.get("traceparent"))  # noqa: SLF001
         yield _head(200, NDJSON), _Lines(body, answer_line)
@@ -258,6 +258,8 @@ class _Fake(Exchanges):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this client is closed")
+        if (failure := self._daemon._failure) is not None:  # noqa: SLF001
+            raise failure
 
 
 class _Lines:
@@ -309,7 +311,13 @@ def _parsed(request: bytes) -> tuple[str, dict[str, str], bytes]:
     """Return the first line of a request, its headers by their names in lower case, and its body."""
     head, _, body = request.partition(b"\r\n\r\n")
     line, *lines = head.decode().split("\r\n")
-    return line, {name.lower(): value for name, _, value in (each.partition(": ") for each in lines)}, body
+    return line, {name.lower(): value.strip() for name, _, value in (each.partition(": ") for each in lines)}, body
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_REQUEST_BYTES:
+        size = f"the request has {len(data)} bytes, the limit is {MAX_REQUEST_BYTES}"
+        refuse("request_too_large", f"{size}: send less, or raise limits.request_bytes")
 
 
 def _head(status: int, media: str) -> Head:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ IDS = st.sampled_from(["a", "b", "c", "no id", ""])
 MESSAGES = st.fixed_dictionaries(
     {"to": st.sampled_from(["topic:orders", "dm:bob", "queue:work.now", "topic:Orders", "nowhere", ""])},
     optional={
+        "not_before": st.sampled_from([datetime(2099, 1, 1, tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]),
         "body": st.text(string.printable, max_size=3) | st.binary(max_size=3) | st.just({"order": 17}) | st.just("\0"),
         "meta": st.sampled_from([{}, {"a": 1}, {"mentions": []}, {"retry_policy": {"max_attempts": 0}}, {"n": 2**60}]),
         "mentions": st.sampled_from([[], ["bob"], ["Bob"]]),
@@ -52,13 +54,23 @@ def test_whatever_is_sent_the_fake_answers_as_the_daemon_does(daemon: LoneDaemon
         compare()
 
 
+def test_a_request_that_is_too_large_is_refused_in_the_same_words(daemon: LoneDaemon) -> None:
+    with Client(daemon.socket, patience=0) as real:
+        for large in ({"body": "\1" * 1_000_000}, {"meta": {"note": "x" * 5_000_000}}, {"body": b"x" * 5_000_000}):
+            message = {"to": "topic:orders", "client_message_id": new_id(), **large}
+            said = answer(FakeClient(), message)
+            assert said == answer(real, message)
+            assert said["code"] == "request_too_large"
+
+
 def answer(client: Client, message: dict[str, Any]) -> Any:
     try:
         result = client.send(**message)
     except PostroomError as error:
         problem = msgspec.to_builtins(error.problem)
         return {name: value for name, value in problem.items() if name != "since"}
-    return result.status, result.duplicate, client.get(result.client_message_id).request_fingerprint
+    row = client.get(result.client_message_id)
+    return result.status, result.duplicate, row.request_fingerprint, row.not_before
 
 
 async def test_a_batch_is_answered_as_the_daemon_answers_it(daemon: LoneDaemon) -> None:

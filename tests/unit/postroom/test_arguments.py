@@ -45,7 +45,10 @@ async def test_a_patience_without_an_end_is_one(short_directory: Path) -> None:
 @pytest.mark.parametrize("not_an_id", [None, 17, object()])
 async def test_what_is_no_id_is_said_to_be_none_with_where_to_find_one(not_an_id: Any) -> None:
     async with AsyncClient(NOWHERE, patience=0) as client:
-        for ask in (client.get(not_an_id), client.wait(not_an_id, 1), client.inspect(not_an_id)):
+        for ask in (
+            *(client.get(not_an_id), client.wait(not_an_id, 1), client.inspect(not_an_id)),
+            client.wait_many(["a", not_an_id], 1),
+        ):
             with pytest.raises(InvalidMessage, match="the `client_message_id` that `send` returned"):
                 await ask
 
@@ -70,6 +73,13 @@ async def test_an_id_or_a_name_that_no_path_can_have_is_refused_by_either_client
         ):
             with pytest.raises(InvalidMessage, match=said):
                 await ask
+
+
+async def test_one_id_is_not_a_list_of_ids() -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        with pytest.raises(InvalidMessage, match=r"as in \['abc'\]") as caught:
+            await client.wait_many("abc", 1)
+    assert caught.value.problem.field == "client_message_ids"
 
 
 @pytest.mark.parametrize("verb", ["explode", "", None, "../rows"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Client, Conflict, InvalidMessage, NotFound, PostroomError, SendRequest, TryAgain
+from postroom import Client, Conflict, InvalidMessage, NotFound, PostroomError, SendRequest, TryAgain, Unavailable
 from postroom.client import AsyncClient
 from postroom.testing import FakeAsyncClient, FakeClient, FakeDaemon
 
@@ -41,6 +41,8 @@ def test_a_message_that_the_daemon_would_refuse_is_refused_and_leaves_nothing() 
         {"to": "orders"},
         {"to": "topic:Orders"},
         {"to": "topic:orders", "body": "x" * (1024 * 1024 + 1)},
+        {"to": "topic:orders", "body": "\1" * (1024 * 1024)},  # which JSON writes with six characters each
+        {"to": "topic:orders", "meta": {"note": "x" * (4 * 1024 * 1024)}},
         {"to": "topic:orders", "meta": {"mentions": ["bob"]}},
         {"to": "topic:orders", "meta": {"retry_policy": {"max_attempts": 0}}},
         {"to": "topic:orders", "client_message_id": "white space"},
@@ -96,6 +98,15 @@ def test_a_send_is_pending_until_it_is_settled_or_waited_for() -> None:
             ask("nobody")
 
 
+def test_a_send_stays_pending_before_its_not_before() -> None:
+    post = FakeClient()
+    for key, not_before in (("later", datetime(2999, 1, 1, tzinfo=UTC)), ("past", datetime(2000, 1, 1, tzinfo=UTC))):
+        post.send("topic:orders", key, client_message_id=key, not_before=not_before)
+    assert [row.status for row in post.wait_many(["later", "past"], 0.01)] == ["pending", "done"]
+    post.daemon.settle("later")
+    assert post.wait("later", 0.01).status == "done"
+
+
 async def test_a_stream_of_messages_gets_one_result_for_each() -> None:
     messages = [SendRequest(to="topic:orders", body=str(number)) for number in range(10_000)]
     messages[17] = SendRequest(to="nowhere", body="lost")
@@ -140,6 +151,19 @@ def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
             list(post.send_many([SendRequest(to="topic:orders")]))
     assert error.value.client_message_id == "k"
     assert not post.send("topic:orders", "hello", client_message_id="k").duplicate
+    post.close()
+
+
+def test_a_daemon_that_cannot_be_reached_raises_the_class_that_the_test_says() -> None:
+    post = FakeClient()
+    with post.daemon.failing(Unavailable.of("daemon_unreachable", "there is no daemon")):
+        with pytest.raises(Unavailable) as error:
+            post.send("topic:orders", "hello", client_message_id="k")
+        with pytest.raises(Unavailable):
+            post.get("k")
+        with pytest.raises(Unavailable):
+            list(post.send_many([SendRequest(to="topic:orders")]))
+    assert error.value.client_message_id == "k"
     post.close()
 
 
