@@ -15,6 +15,7 @@ import msgspec
 
 from postroom._wire.accept import AcceptedEvent
 from postroom._wire.message import parse_destination, refuse
+from postroom.chassis.postgres import uuid_of
 from postroom.delivery.http.requests import IDEMPOTENCY_KEY, posted, read, signed
 from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.settings import HandlerFormat
@@ -63,11 +64,18 @@ def handler_request(
     another request with its `message_id`. `consumer` is the durable consumer that makes it, `form` its
     `handler.format`. Raises `InvalidMessage`.
     """
+    event_type = None
     if isinstance(message, Sent):
-        kind, ref = parse_destination(message.to)
-        subject = subject or sent_subject(mesh, kind, ref, message.meta.get("event_version", 1))
+        kind, event_type = parse_destination(message.to)
+        version = message.meta.get("event_version", 1)
+        if kind == "topic" and type(version) is not int:
+            refuse("invalid_event_version", "meta.event_version must be a whole number", "meta.event_version")
+        subject = subject or sent_subject(mesh, kind, event_type, version)
         if subject is None:
             refuse("invalid_destination", f"{message.to} goes to the inbox of a daemon, not to a handler", "to")
+        correlation_id = correlation_id or _uuid(message.meta.get("correlation_id"))
+        causation_id = causation_id or _uuid(message.meta.get("causation_id"))
+        traceparent = traceparent or message.traceparent
         message = AcceptedEvent(
             broker_message_id=(message_id := message_id or str(uuid4())),
             client_message_id=message.client_message_id,
@@ -82,6 +90,7 @@ def handler_request(
     moment = occurred_at or datetime.now(UTC)
     given = {
         MESSAGE_ID: message_id or str(uuid4()),
+        "Postroom-Event-Type": event_type,
         "X-Occurred-At": moment.isoformat(),
         "X-Correlation-Id": correlation_id,
         "X-Causation-Id": causation_id,
@@ -93,3 +102,9 @@ def handler_request(
     if secret is not None:
         made |= signed(secret, said[MESSAGE_ID], content, int(time.time()) if signed_at is None else signed_at)
     return ConsumerRequest(content, made)
+
+
+def _uuid(text: Any) -> str | None:
+    """Return the id that the broker keeps of a member of meta: only a UUID is one."""
+    found = uuid_of(text)
+    return None if found is None else str(found)

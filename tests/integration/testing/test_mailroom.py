@@ -6,10 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
+import msgspec
 import pytest
+from nats import connect
 
+from postroom.delivery.http.requests import posted, read
+from postroom.delivery.message import delivery_of
+from postroom.testing import FakeAsyncClient, handler_request
 from postroom.testing.fixtures import Mailroom
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 TESTS = """
 import pathlib
@@ -32,6 +40,29 @@ async def test_a_message_comes_in_at_its_real_daemon_and_commands_find_it(mailro
     assert sent.client_message_id in mailroom.run("outbox", "list", "--json")
     with pytest.raises(AssertionError, match="postroom outbox inspect nobody ended with 3"):
         mailroom.run("outbox", "inspect", "nobody")
+
+
+@pytest.mark.parametrize("to", ["topic:orders", "queue:work"])
+async def test_a_request_for_tests_is_what_a_consumer_makes_of_the_same_send(mailroom: Mailroom, to: str) -> None:
+    fake, said = FakeAsyncClient(), {"correlation_id": str(uuid4()), "causation_id": str(uuid4()), "event_version": 2}
+    meta = {**said, "reply": "é", "n": 17}
+    async with mailroom.async_client() as post:
+        for client in (post, fake):
+            sent = await client.send(
+                to, {"order": 17}, meta=meta, mentions=["bob"], client_message_id=f"like-{to[:5]}", traceparent=TRACE
+            )
+        assert (await post.wait(sent.client_message_id, 30)).status == "done"
+    nats = await connect(mailroom.nats_url)
+    subject = "demo.event.orders.v2" if to == "topic:orders" else "cmd.demo.default.work.run"
+    subscription = await nats.jetstream().pull_subscribe(subject)
+    (message,) = await subscription.fetch(1, timeout=30)
+    await nats.close()
+
+    delivery = delivery_of(message)
+    body, headers = posted(read(delivery), "test", 1, None, "postroom")
+    ours = handler_request(fake.sent[0], message_id=delivery.message_id, occurred_at=delivery.occurred_at)
+    assert msgspec.json.decode(ours.body) == msgspec.json.decode(body)
+    assert ours.headers == headers
 
 
 def run_pytest(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
