@@ -120,11 +120,12 @@ async def open_pool(
     kept: int = 1,
     settings: Mapping[str, str] | None = None,
     on_connect: Callable[[Connection], Coroutine[Any, Any, None]] | None = None,
+    **more: Any,
 ) -> Pool:
     """Open a pool of at most `connections`, of which `kept` stay open while they are idle.
 
     Postgres knows it as `name`, and `on_connect` is called with each connection before it is used for the first time.
-    Raises `Fatal` as `connect` does.
+    `more` are options of asyncpg. Raises `Fatal` as `connect` does.
     """
     with _fatal_when_closed(url):
         pool = await asyncpg.create_pool(
@@ -136,6 +137,7 @@ async def open_pool(
             timeout=CONNECT_SECONDS,
             command_timeout=_COMMAND_SECONDS,
             server_settings={"application_name": name, **_SERVER_SETTINGS, **(settings or {})},
+            **more,
         )
     _open[pool] = url
     return pool
@@ -215,7 +217,7 @@ async def rest_since(started: float) -> None:
 
 
 async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
-    """Ask the server for nothing when a connection goes back to its pool: no program changes its session.
+    """Ask the server for nothing when a connection goes back to its pool: no program leaves its session changed.
 
     (By default there is one more round trip for every use of a connection. A transaction left open is still ended.)
     """

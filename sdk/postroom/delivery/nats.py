@@ -41,6 +41,7 @@ _SCHEMES: Final = {"nats", "tls", "ws", "wss"}
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable server
 MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
 _AROUND_BYTES: Final = 1024  # of what is put around a payload, and of headers that publishing adds
+USUAL_PAYLOAD: Final = 8 * 1024 * 1024 - MOST_HEADER_BYTES - _AROUND_BYTES  # with the `max_payload` of docs/install.md
 _CLOSE_SECONDS: Final = 3.0
 _PINGS: Final = 2  # unanswered ones after which the server counts as unreachable
 

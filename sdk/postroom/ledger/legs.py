@@ -255,6 +255,7 @@ class StepTransaction:
                 raise InvalidFlow.of("step_ended", _LEFT_BEHIND)
             if self._connection is None:
                 connection = await self._stack.enter_async_context(self._pool.acquire())
+                self._stack.push_async_callback(_reset, connection)
                 await self._stack.enter_async_context(connection.transaction())
                 self._connection = connection
         return self._connection
@@ -277,6 +278,12 @@ class StepTransaction:
         self._ended = True
         async with self._one_at_a_time:
             pass
+
+
+async def _reset(connection: Connection) -> None:
+    """End what a handler has set or locked in its session, which the next step has too; a broken one ends by itself."""
+    with suppress(*POSTGRES_ERRORS):
+        await connection.reset()
 
 
 @asynccontextmanager

@@ -34,6 +34,7 @@ from postroom.delivery.agents.store import Owner, Store, decode_record, read_eve
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.consumer import Attempts
 from postroom.delivery.message import MESSAGE_ID, Delivery
+from postroom.delivery.nats import USUAL_PAYLOAD
 from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.settings import AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
@@ -215,7 +216,7 @@ class AgentCase:
 class _Memory:
     """JetStream in memory: what it is given is published at once, and marked so in the store."""
 
-    most_bytes = 1024 * 1024  # the default of NATS
+    most_bytes = USUAL_PAYLOAD
 
     def __init__(self, store: Store, turns: Turns, _owner: Owner, counters: AgentCounters, clock: Clock) -> None:
         self._source = StoreSource(store, turns, RecordSettings(), counters, clock)

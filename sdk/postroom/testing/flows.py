@@ -27,9 +27,10 @@ import asyncpg
 import msgspec
 
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import Connection, Pool, connected, migrate
+from postroom.chassis.postgres import Connection, Pool, close_pool, connected, migrate, open_pool
 from postroom.claims import Dead, Later, Outcome
 from postroom.delivery.message import MESSAGE_ID, Delivery
+from postroom.delivery.nats import USUAL_PAYLOAD
 from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
 from postroom.delivery.settings import PublisherSettings, RecordSettings
@@ -193,7 +194,9 @@ class _Job:
     async def _employ(self, worker: MortalWorker) -> bool:
         """Deliver the messages to a worker; return whether it died."""
         async with worker.pool(self._url) as pool:
-            handler = JobHandler(Engine(pool, self._flow, lease=_LEASE), asyncio.Semaphore(1), lambda: None)
+            engine = Engine(pool, self._flow, lease=_LEASE)
+            engine.limit(USUAL_PAYLOAD)
+            handler = JobHandler(engine, asyncio.Semaphore(1), lambda: None)
             while not worker.dead:
                 await self._publish()
                 if not self._waiting:
@@ -294,11 +297,21 @@ class MortalWorker:
         self.dead = False
         self._crash = crash
 
-    def pool(self, url: str) -> Any:
-        """Return its pool, a context manager that opens it."""
-        return asyncpg.create_pool(
-            url, min_size=1, max_size=2, connection_class=_Mortal, init=self._employ, setup=self._admit
+    @asynccontextmanager
+    async def pool(self, url: str) -> AsyncIterator[Pool]:
+        """Open its pool, with the settings of a worker's."""
+        pool = await open_pool(
+            url,
+            name="postroom-worker jobs",
+            connections=2,
+            on_connect=self._employ,
+            connection_class=_Mortal,
+            setup=self._admit,
         )
+        try:
+            yield pool
+        finally:
+            await close_pool(pool)
 
     def at_a_commit(self, primitive: str) -> Crash | None:
         """Count a commit; return how the worker dies there, None where it does not."""

@@ -13,6 +13,7 @@ import asyncpg
 import pytest
 from support.ledgers import LEASE, Jobs
 
+from postroom.chassis.postgres import close_pool, open_pool
 from postroom.flow import Context, Flow, InvalidFlow, Job
 from postroom.ledger.engine import Engine, TryLater
 from postroom.ledger.primitives import Start, start_job
@@ -148,6 +149,28 @@ async def test_what_a_handler_leaves_running_is_given_no_connection_after_its_st
         with pytest.raises(InvalidFlow, match="after its step had ended"):
             await left[0]
     assert pool.get_size() == pool.get_idle_size()
+
+
+async def test_what_a_handler_sets_or_locks_in_its_session_ends_with_its_step(jobs: Jobs, jobs_database: str) -> None:
+    unclean, seen = Flow("unclean"), list[Any]()
+
+    @unclean.activity
+    async def work(ctx: Context, _request: Any) -> None:
+        connection = await ctx.connection()
+        seen.append(await connection.fetchval("SELECT current_setting('search_path')"))
+        await connection.execute("SET search_path = elsewhere; SET default_transaction_read_only = on")
+        await connection.execute("SELECT pg_advisory_lock(17)")
+
+    pool = await open_pool(jobs_database, name="test", connections=1)
+    engine = Engine(pool, unclean, lease=LEASE)
+    for _ in range(2):
+        start = Start(uuid4(), "sea", unclean.name, uuid4(), "work", "null")
+        await start_job(jobs.connection, start)
+        await engine.spawned(start.root, "work", "spawned")
+        assert await jobs.job(start.job) == ("completed", 0)
+    assert seen == ['"$user", public'] * 2
+    assert await jobs.connection.fetchval("SELECT pg_try_advisory_lock(17)")
+    await close_pool(pool)
 
 
 async def test_a_completion_that_returns_no_json_says_so(jobs: Jobs, pool: Pool) -> None:

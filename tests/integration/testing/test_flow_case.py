@@ -83,6 +83,32 @@ async def test_a_flow_that_fails_says_why(database_url: str) -> None:
             await case.crash_at_every_commit(effects=lambda _: _nothing())
 
 
+async def test_a_step_has_the_settings_and_the_limits_that_a_worker_gives_it(database_url: str) -> None:
+    flow, shown = Flow("strict"), "SELECT setting FROM pg_settings WHERE name = ANY ($1) ORDER BY name"
+    seen: list[list[str]] = []
+
+    @flow.activity
+    async def look(ctx: Context, _request: Any) -> Step:
+        connection = await ctx.connection()
+        rows = await connection.fetch(shown, ["TimeZone", "lock_timeout", "search_path", "statement_timeout"])
+        seen.append([row["setting"] for row in rows])
+        await connection.execute("SET search_path = elsewhere")
+        return ask.spawn() if len(seen) > 1 else look.again()
+
+    @flow.activity(sends="queue:work", retry_policy=RetryPolicy(max_attempts=1))
+    async def ask(_ctx: Context, _request: Any) -> str:
+        return "x" * 8 * 1024 * 1024
+
+    @ask.answered
+    async def _(_ctx: Context, _answer: Any) -> None: ...
+
+    async with FlowCase(flow, database_url) as case:
+        run = await case.run()
+    assert seen == [["UTC", "10000", '"$user", public', "15000"]] * 2
+    assert run.state == "failed"
+    assert "the request of 'ask' has 8388610 bytes, NATS accepts 8372224" in (run.error or "")
+
+
 async def _nothing() -> None:
     pass
 
