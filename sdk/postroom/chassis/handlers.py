@@ -1,6 +1,7 @@
 """Users' code in a process of ours: whatever it raises is an error, and never ends the process."""
 
 import asyncio
+import traceback
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -14,6 +15,14 @@ class HandlerEnded(Exception):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"the handler ended with {error_text(error)}")
+
+
+def located(error: BaseException) -> str:
+    """Return what users' code raised, with the line that raised it."""
+    if isinstance(error, SyntaxError):
+        return error_text(error)  # which names the line that it is about
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+    return f"{error_text(error)} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 async def contained(work: Awaitable[T]) -> T:

@@ -28,6 +28,7 @@ import uvloop
 import postroom
 from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.handlers import located
 from postroom.errors import PostroomError
 
 T = TypeVar("T")
@@ -175,9 +176,10 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script without a guard ends itself
-        raise Fatal(
-            Exit.CONFIG, f"cannot import {module_name}: {type(error).__name__}: {error}; check PYTHONPATH"
-        ) from error
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            places = f"it is looked for in {Path.cwd()}, in PYTHONPATH and in {sys.prefix}"
+            raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {error}; {places}: pass {example}") from error
+        raise Fatal(Exit.CONFIG, f"cannot import {module_name}: it raised {located(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
         raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}: look into {module.__file__}")

@@ -1,6 +1,8 @@
 """The runtime on a real JetStream and a real store: each message once, with what it causes; what is wrong is told."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +20,7 @@ from support.waiting import until_so
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Outcome
-from postroom.delivery.agents.replay import trace
+from postroom.delivery.agents.replay import replay, trace
 from postroom.delivery.agents.store import Key, TurnInput
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
@@ -421,3 +423,28 @@ async def test_an_apply_that_raises_at_a_start_is_named_with_its_event_and_what_
         async with running_agent(context, tmp_path, Forgetful):
             pass
     assert raised.value.exit_code == Exit.CONFIG
+
+
+class Unset(Counting):
+    def __init__(self) -> None:
+        self.key = os.environ["A_KEY_THAT_IS_NOT_SET"]
+
+
+class Unfilled(Counting):
+    def initial_state(self) -> Tally:
+        sys.exit("no state")
+
+
+@pytest.mark.parametrize(("agent", "said"), [(Unset, "KeyError: 'A_KEY_THAT_IS_NOT_SET'"), (Unfilled, "SystemExit")])
+async def test_an_agent_that_cannot_be_created_is_named_with_what_it_raised_and_where(
+    context: Context, tmp_path: Path, agent: type[Counting], said: str
+):
+    async with running_agent(context, tmp_path):
+        pass
+    sentence = rf"{agent.__name__} cannot be created: it raised {said}.* \({__file__}, line \d+\)"
+    with pytest.raises(Fatal, match=sentence) as raised:
+        async with running_agent(context, tmp_path, agent):
+            pass
+    assert raised.value.exit_code == Exit.CONFIG
+    with pytest.raises(Fatal, match=sentence):
+        await replay(agent, tmp_path / "events.db")

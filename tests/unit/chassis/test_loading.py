@@ -55,3 +55,28 @@ def test_a_directory_with_the_librarys_name_and_no_module_hides_nothing(tmp_path
     (tmp_path / "pricing.py").write_text("NAME = 'found'\n")
     (tmp_path / "postroom").mkdir()
     assert load("pricing:NAME", tmp_path) == "found\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("import sys\nsys.exit(3)", "SystemExit: 3 ({file}, line 2)"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all' ({file}, line 1)"),
+        ("def f():\n    1 / 0\n\n\nf()", "ZeroDivisionError: division by zero ({file}, line 2)"),
+        ("class", "SyntaxError: invalid syntax (shop.py, line 1)"),
+    ],
+)
+def test_a_module_that_ends_or_fails_at_its_import_is_refused_with_the_line(
+    tmp_path: Path, module: str, said: str
+) -> None:
+    (tmp_path / "shop.py").write_text(module)
+    sentence = f"78 cannot import shop: it raised {said.format(file=tmp_path / 'shop.py')}"
+    assert load("shop:Pricing", tmp_path) == f"{sentence}\n"
+
+
+@pytest.mark.parametrize("name", ["shops", "shop.py", "shop/agents", "agents.shop"])
+def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "shop.py").touch()
+    said = load(f"{name}:Pricing", tmp_path)
+    assert said.startswith(f"78 cannot import {name}: No module named '{name.partition('.')[0]}")
+    assert f"it is looked for in {tmp_path}, in PYTHONPATH and in {sys.prefix}: pass module:Agent" in said

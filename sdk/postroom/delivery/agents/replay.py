@@ -23,10 +23,10 @@ from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.ids import now_ms
-from postroom._wire.retry import error_text
 from postroom._wire.trace import Step, Story, Wait, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.handlers import located
 from postroom.chassis.ownership import this_user
 from postroom.chassis.sqlite import in_snapshot, open_reader
 from postroom.chassis.store import Connection
@@ -72,9 +72,15 @@ class Differs(Exception):
         self.position = position
 
 
-def empty(agent: Agent[Any]) -> Memory:
-    """Return the memory of an agent that has handled nothing."""
-    return Memory(0, NO_HASH, 0, agent.initial_state())
+def begin(agent_class: type[Agent[Any]], owner: Owner) -> tuple[Agent[Any], Memory]:
+    """Create an agent that has handled nothing; raises `Fatal` (78) where its class does."""
+    try:
+        agent = agent_class()
+        agent.tenant, agent.workspace = owner.tenant, owner.workspace
+        return agent, Memory(0, NO_HASH, 0, agent.initial_state())
+    except (Exception, SystemExit) as error:
+        detail = f"{agent_class.__name__} cannot be created: it raised {located(error)}"
+        raise Fatal(Exit.CONFIG, detail) from error
 
 
 def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memory:
@@ -87,8 +93,8 @@ def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memor
         if record.changes_state:
             try:
                 state = agent.apply(state, record.envelope)
-            except Exception as error:
-                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {error_text(error)}"
+            except (Exception, SystemExit) as error:
+                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {located(error)}"
                 rule = "the store is unchanged: let `apply` accept that event, and start again"
                 raise Fatal(Exit.CONFIG, f"{detail}; {rule}") from error
     return Memory(position, state_hash, clock, state)
@@ -124,9 +130,7 @@ async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, 
     """Build the agent's state from its store alone; raises `Differs` where the store was altered."""
 
     def read(owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:
-        agent = agent_class()
-        agent.tenant, agent.workspace = owner.tenant, owner.workspace
-        return owner, rebuild(agent, empty(agent), read_events(db))
+        return owner, rebuild(*begin(agent_class, owner), read_events(db))
 
     return await _read(database, read)
 

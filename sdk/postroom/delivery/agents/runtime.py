@@ -44,7 +44,7 @@ from postroom.delivery.agents.envelopes import (
     to_microseconds,
 )
 from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, Clock, emitted, stored
-from postroom.delivery.agents.replay import Differs, Memory, empty, rebuild
+from postroom.delivery.agents.replay import Differs, Memory, begin, rebuild
 from postroom.delivery.agents.store import (
     Attempt,
     Changes,
@@ -107,11 +107,12 @@ class AgentRuntime:
     def __init__(
         self,
         agent: Agent[Any],
+        memory: Memory,
         store: Store,
         turns: Turns,
         underway: Underway,
-        publishing: Publishing,
         *,
+        publishing: Publishing,
         settings: AgentSettings,
         attempts: Attempts,
         clock: Clock,
@@ -127,7 +128,7 @@ class AgentRuntime:
         self._attempts = attempts
         self._clock = clock
         self.publisher = publishing(store, turns, self._owner, self.counters, clock)
-        self._memory = empty(agent)
+        self._memory = memory
         emitter = Emitter(type(agent), self._owner, self.publisher.most_bytes)
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
@@ -151,26 +152,34 @@ class AgentRuntime:
         """Open the agent's store in `directory` and build its state.
 
         `publishing` makes what publishes from it (`into_jetstream`); `attempts` is how often a message is attempted,
-        unless its sender allows fewer. Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or was
-        altered.
+        unless its sender allows fewer. Raises `InvalidAgent`, or `Fatal` (78) where the agent cannot be created, or
+        its store cannot be used or was altered.
         """
         check_agent(agent_class)
-        agent = agent_class()
-        agent.tenant, agent.workspace = tenant, workspace
+        owner = Owner(agent_name(agent_class), tenant, workspace)
+        agent, memory = begin(agent_class, owner)
         async with AsyncExitStack() as undo:
             turns, underway = open_turns(directory)
             undo.callback(turns.close)
             undo.callback(underway.close)
             async with turns.turn():
-                store = await Store.open(database(directory), Owner(agent_name(agent_class), tenant, workspace))
+                store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
-                runtime = cls(
-                    agent, store, turns, underway, publishing, settings=settings, attempts=attempts, clock=clock
-                )
                 try:
-                    runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
+                    memory = await store.run(lambda db: rebuild(agent, memory, read_events(db)))
                 except Differs as difference:
                     raise _altered(difference) from difference
+            runtime = cls(
+                agent,
+                memory,
+                store,
+                turns,
+                underway,
+                publishing=publishing,
+                settings=settings,
+                attempts=attempts,
+                clock=clock,
+            )
             undo.pop_all()
         return runtime
 
