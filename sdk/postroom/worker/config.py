@@ -364,12 +364,14 @@ def _check_parts(config: WorkerConfig) -> None:
         if agent.agent_class is None:
             raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
     durables = [consumer.consumer.durable for consumer in config.consumers]
-    for names, twice in (
-        (durables, "consumers: two have the same consumer.durable; give one a worker of its own"),
-        ([source.name for source in config.sources], "sources: two have the same name; rename one"),
-    ):
-        if len(set(names)) < len(names):
-            raise Fatal(Exit.CONFIG, twice)
+    check_distinct(durables, "consumers: two have the same consumer.durable; give one a worker of its own")
+    check_distinct([source.name for source in config.sources], "sources: two have the same name; rename one")
+
+
+def check_distinct(names: Sequence[str], twice: str) -> None:
+    """Raise `Fatal` (78) with the sentence `twice` where a name is there twice."""
+    if len(set(names)) < len(names):
+        raise Fatal(Exit.CONFIG, twice)
 
 
 def _check_consumer(config: ConsumerSection) -> None:

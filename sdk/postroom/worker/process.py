@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from postroom._wire.programs import ProgramPart, Report, Status
+from postroom.agent import agent_name
 from postroom.chassis import logs, runtime, tracing
 from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool, letting_go
@@ -26,7 +27,7 @@ from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents.runtime import load_agent
 from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
-from postroom.worker.config import WorkerConfig
+from postroom.worker.config import WorkerConfig, check_distinct
 from postroom.worker.consumer import open_consumer
 from postroom.worker.metrics import labelled, merged
 from postroom.worker.publication import open_publication, open_source
@@ -133,6 +134,8 @@ async def _run(config: WorkerConfig) -> None:
 async def open_parts(config: WorkerConfig) -> AsyncIterator[Sequence[Part]]:
     """Build every part, and close it; raises `Fatal`."""
     agents = [(load_agent(section.agent_class or ""), section) for section in config.agents]
+    places = [f"{section.tenant}.{section.workspace}.{agent_name(agent)}" for agent, section in agents]
+    check_distinct(places, "agents: two have the same name, tenant and workspace; rename one")
     parts: list[Part] = []
     async with AsyncExitStack() as stack:
         publication = None

@@ -42,7 +42,7 @@ from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
 from postroom.ledger.operating import JobRetention
-from postroom.worker.config import SourceSection, WorkerConfig
+from postroom.worker.config import SourceSection, WorkerConfig, check_distinct
 from postroom.worker.jobs import Jobs
 from postroom.worker.metrics import of_publication
 from postroom.worker.orphans import OrphanCheck
@@ -176,7 +176,8 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             events_kept = timedelta(days=config.record.keep_days)
             orphan_check = OrphanCheck(pool, config.database, config.orphan_check, events_kept=events_kept)
         if config.flows:
-            flows = [load_flow(name) for name in config.flows]
+            flows = list(dict.fromkeys(map(load_flow, config.flows)))
+            check_distinct([flow.name for flow in flows], "flows: two have the same name; rename one")
             connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
             working = await open_rooms(config.database, *ROOMS, name="postroom-worker jobs", connections=connections)
             stack.push_async_callback(close_pool, working)

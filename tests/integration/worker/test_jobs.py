@@ -33,6 +33,7 @@ from postroom.worker.config import JobSettings
 from postroom.worker.jobs import Jobs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+MODULES = f"{EXAMPLES}:{Path(__file__).parents[2] / 'support'}"
 QUICK = {
     "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
     "POSTROOM_WORKER_JOBS_CHECK_SECONDS": "0.05",
@@ -56,7 +57,7 @@ class Office:
             POSTROOM_WORKER_DATABASE_URL=self.url,
             POSTROOM_WORKER_NATS_URL=self._nats,
             POSTROOM_WORKER_FLOWS=flow,
-            PYTHONPATH=f"{EXAMPLES}:{Path(__file__).parents[2] / 'support'}",
+            PYTHONPATH=MODULES,
             **{**QUICK, **more},
         )
 
@@ -201,12 +202,16 @@ async def test_jobs_of_a_newer_flow_get_past_a_worker_that_is_older(office: Offi
 
 @pytest.mark.parametrize(
     ("flow", "sentence"),
-    [("nowhere:flow", "cannot import nowhere"), ("nightly_export:nothing", "there is no nothing in nightly_export")],
+    [
+        ("nowhere:flow", "cannot import nowhere"),
+        ("nightly_export:nothing", "there is no nothing in nightly_export"),
+        ("older_flow:older,older_flow:newer", "flows: two have the same name"),
+    ],
 )
-async def test_a_flow_that_cannot_be_imported_ends_the_worker(office: Office, flow: str, sentence: str) -> None:
+async def test_a_flow_that_cannot_run_ends_the_worker(office: Office, flow: str, sentence: str) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(EXAMPLES),
+        "PYTHONPATH": MODULES,
         "POSTROOM_WORKER_DATABASE_URL": office.url,
         "POSTROOM_WORKER_NATS_URL": "nats://127.0.0.1:1",
         "POSTROOM_WORKER_FLOWS": flow,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
@@ -15,6 +17,7 @@ from support.handlers import serving
 from support.jetstream import Context
 from support.mailroom import worker
 
+from embedded.processes import tethered
 from postroom._wire.programs import Program
 from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
@@ -54,6 +57,18 @@ def agent(context: Context, state: Path) -> str:
     return (
         f'[[agents]]\nagent_class = "nightly_export:Extract"\ntenant = "{context.name}"\nstate_directory = "{state}"\n'
     )
+
+
+async def test_two_agents_of_one_name_in_one_worker_are_refused(context: Context, tmp_path: Path) -> None:
+    config = tmp_path / "worker.toml"
+    both = agent(context, tmp_path / "one") + agent(context, tmp_path / "two")
+    config.write_text(f'[nats]\nurl = "nats://127.0.0.1:1"\n{both}')
+    command = tethered([sys.executable, "-m", "postroom.worker", "run", "--config", str(config)])
+    ended = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, "PYTHONPATH": str(EXAMPLES)}, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await ended.communicate()
+    assert (ended.returncode, b"agents: two have the same name" in said) == (78, True), said
 
 
 async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
