@@ -31,6 +31,7 @@ AckWaitSeconds = Annotated[
         description="time without an acknowledgement after which a message is delivered again, in seconds",
     ),
 ]
+AGENT_MAX_DELIVER: Final = 5  # of an agent whose config does not say it
 MaxDeliver = Annotated[
     int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
 ]

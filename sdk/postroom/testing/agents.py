@@ -36,7 +36,7 @@ from postroom.delivery.consumer import Attempts
 from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.nats import USUAL_PAYLOAD
 from postroom.delivery.publishing import Outgoing, Place
-from postroom.delivery.settings import AgentSettings, RecordSettings
+from postroom.delivery.settings import AGENT_MAX_DELIVER, AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -53,7 +53,8 @@ class Received(NamedTuple):
 class AgentCase:
     """One agent under test; a context manager.
 
-    Its store is in `directory`, a temporary one where none is given. A message is tried `max_deliver` times.
+    Its store is in `directory`, a temporary one where none is given. A message is tried `max_deliver` times; the
+    default is that of an agent's config.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class AgentCase:
         tenant: str = "demo",
         workspace: str = "default",
         directory: Path | None = None,
-        max_deliver: int = 20,
+        max_deliver: int = AGENT_MAX_DELIVER,
         settings: AgentSettings | None = None,
     ) -> None:
         """Check the class; raises `InvalidAgent`."""

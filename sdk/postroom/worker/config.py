@@ -17,6 +17,7 @@ from postroom.agent import Agent, agent_name
 from postroom.chassis.config import MAX_DAYS, SECRET, Host, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
+    AGENT_MAX_DELIVER,
     AckWaitSeconds,
     AgentSettings,
     BackoffSettings,
@@ -119,7 +120,7 @@ class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
     ack_wait_seconds: AckWaitSeconds = 30
-    max_deliver: MaxDeliver = 5
+    max_deliver: MaxDeliver = AGENT_MAX_DELIVER
     max_ack_pending: MaxAckPending = 1000
     start_seconds: Annotated[
         float, Meta(ge=0, le=600, description="longest wait for NATS and the streams at a start, in seconds")

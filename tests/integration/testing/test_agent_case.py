@@ -11,6 +11,7 @@ from postroom import InvalidMessage
 from postroom.agent import Agent, Command, Emit, Envelope, InvalidAgent
 from postroom.delivery.agents.replay import verify
 from postroom.testing import AgentCase
+from postroom.worker.config import load_agent_config
 
 
 class Sales(NamedTuple):
@@ -71,6 +72,15 @@ async def test_one_that_fails_is_tried_again_and_dead_in_the_end() -> None:
         assert (first.outcome, first.error) == ("later", "ValueError: there is no order -1, at attempt 1")
         assert (last.outcome, last.error) == ("dead", "max_deliver: ValueError: there is no order -1, at attempt 2")
         assert case.state == Sales()
+
+
+async def test_a_message_is_tried_as_often_as_in_production() -> None:
+    async with AgentCase(Pricing) as case:
+        outcomes = [(await case.receive({"order": -1}, message_id="m-1")).outcome for _ in range(5)]
+    assert outcomes == ["later"] * 4 + ["dead"]
+    assert load_agent_config(
+        None, tenant="demo", environ={"POSTROOM_AGENT_NATS_URL": "nats://here"}
+    ).max_deliver == len(outcomes)
 
 
 async def test_a_wrong_version_of_an_entity_is_a_conflict_and_another_tenant_is_refused() -> None:
