@@ -103,6 +103,28 @@ async def test_the_store_is_a_real_one_that_lasts_where_it_has_a_directory(tmp_p
     assert (verified.head.position, verified.first_difference) == (2, None)
 
 
+class Marking(Agent[tuple[Any, ...]]):
+    """Changes the message that it is given, and emits it."""
+
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    def initial_state(self) -> tuple[Any, ...]:
+        return ()
+
+    async def receive(self, envelope: Envelope) -> Emit:
+        envelope.payload["lines"].append("delivery")
+        return Emit("order_marked", envelope.payload)
+
+    def apply(self, state: tuple[Any, ...], event: Envelope) -> tuple[Any, ...]:
+        return (*state, tuple(event.payload["lines"]))
+
+
+async def test_what_receive_changes_of_its_message_is_in_no_state() -> None:
+    async with AgentCase(Marking) as case:
+        await case.receive({"lines": ["goods"]})
+        assert case.state == (("goods",), ("goods", "delivery"))
+
+
 class Forgetful(Agent[list[int]]):
     """Changes the state that it is given, and counts in a place of its own."""
 

@@ -7,6 +7,8 @@ second run of the same message at the same agent derives the same ids, so that a
 import asyncio
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
 from postroom.chassis.handlers import contained
 from postroom.delivery.agents.envelopes import digest, headers_of, later
@@ -177,9 +179,11 @@ class Deciding:
 
     async def _handled(self, message: Draft, state: Any, version: int) -> Decision:
         self._agent.state = state
+        # its own copy: what it changes there is not stored, and so nothing that `apply` may see
+        given = msgspec.structs.replace(message.envelope, payload=msgspec.json.decode(message.payload))
         try:
             async with asyncio.timeout(self._receive_seconds) as limit:
-                returned = await self._agent.receive(message.envelope)
+                returned = await self._agent.receive(given)
         except TimeoutError as error:
             if not limit.expired():
                 raise
