@@ -72,8 +72,8 @@ class Site(NamedTuple):
         host = parts.hostname
         if parts.scheme not in {"http", "https"} or not host or "@" in parts.netloc or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not an http:// or https:// address")
-        if not url.isprintable() or " " in url:
-            raise ValueError(f"{url!r} has characters that no address may have")
+        if parts.port == 0 or not url.isprintable() or " " in url:
+            raise ValueError(f"{url!r} has a port or characters that no address may have")
         tls = parts.scheme == "https"
         ascii_host = host if ":" in host else host.encode("idna").decode()
         authority = f"[{ascii_host}]" if ":" in ascii_host else ascii_host

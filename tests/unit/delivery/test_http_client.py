@@ -26,7 +26,17 @@ def refusal(settings: HandlerSettings) -> str:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "handler", "ftp://host/x", "http://", "http://user@host/", "http://host:99999/", "http://host/#part"]
+    "url",
+    [
+        "",
+        "handler",
+        "ftp://host/x",
+        "http://",
+        "http://user@host/",
+        "http://host:99999/",
+        "http://host:0/",
+        "http://host/#p",
+    ],
 )
 def test_an_address_that_cannot_be_posted_to_is_refused(url: str) -> None:
     assert "handler.url" in refusal(HandlerSettings(url=url))
