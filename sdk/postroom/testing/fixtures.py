@@ -76,7 +76,7 @@ class Mailroom:
         """
         command = [self._program, *arguments]
         ran = subprocess.run(  # noqa: S603 - the caller's own words, no shell
-            command, env={**os.environ, **self.environment}, capture_output=True, text=True, check=False
+            command, env={**_outside(), **self.environment}, capture_output=True, text=True, check=False
         )
         if ran.returncode:
             raise AssertionError(f"{shlex.join(['postroom', *arguments])} ended with {ran.returncode}: {ran.stderr}")
@@ -94,7 +94,7 @@ def mailroom() -> Iterator[Mailroom]:
     with tempfile.TemporaryFile() as said:
         up = subprocess.Popen(  # noqa: S603 - our own words
             ["/bin/sh", "-c", _WATCH, "sh", program, "up", "--state", str(state)],
-            env={name: value for name, value in os.environ.items() if not name.startswith("POSTROOM_")},
+            env=_outside(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -110,6 +110,11 @@ def mailroom() -> Iterator[Mailroom]:
         finally:
             up.communicate(timeout=_STOP_SECONDS)  # closes its input
             shutil.rmtree(state)
+
+
+def _outside() -> dict[str, str]:
+    """Return the environment without what leads to another installation."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("POSTROOM_")}
 
 
 def _environment(file: Path) -> dict[str, str]:

@@ -42,6 +42,14 @@ async def test_a_message_comes_in_at_its_real_daemon_and_commands_find_it(mailro
         mailroom.run("outbox", "inspect", "nobody")
 
 
+def test_a_command_does_not_follow_variables_of_another_installation(
+    mailroom: Mailroom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POSTROOM_OUTBOX_DATABASE_URL", "postgresql://127.0.0.1:1/of_production")
+    with pytest.raises(AssertionError, match="ended with 2: postroom: name the application's database"):
+        mailroom.run("outbox", "install")
+
+
 @pytest.mark.parametrize("to", ["topic:orders", "queue:work"])
 async def test_a_request_for_tests_is_what_a_consumer_makes_of_the_same_send(mailroom: Mailroom, to: str) -> None:
     fake, said = FakeAsyncClient(), {"correlation_id": str(uuid4()), "causation_id": str(uuid4()), "event_version": 2}
