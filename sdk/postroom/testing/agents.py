@@ -38,6 +38,9 @@ from postroom.delivery.nats import USUAL_PAYLOAD
 from postroom.delivery.publishing import Outgoing, Place
 from postroom.delivery.settings import AGENT_MAX_DELIVER, AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
+from postroom.retry_policy import policy_of
+from postroom.testing.fake import Sent
+from postroom.testing.requests import published
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -107,7 +110,7 @@ class AgentCase:
 
     async def receive(
         self,
-        payload: Any = None,
+        payload: Sent | Any = None,
         *,
         subject: str | None = None,
         message_id: str | None = None,
@@ -117,20 +120,26 @@ class AgentCase:
     ) -> Received:
         """Deliver one message, and return what became of it.
 
-        Without a `subject` it comes on the agent's first one, whose `>` reads as `run`. The same `message_id` is the
-        same message, delivered again. `headers` are further ones of docs/delivery.md. Raises `InvalidMessage` for a
+        The message has the `payload` of an event or a command, or is what a program sent: `case.receive(post.sent[0])`.
+        Without a `subject` a payload comes on the agent's first one, whose `>` reads as `run`. The same `message_id` is
+        the same message, delivered again. `headers` are further ones of docs/delivery.md. Raises `InvalidMessage` for a
         subject that the agent does not have, `Fatal` where its store does.
         """
+        message_id = message_id or str(uuid4())
+        if isinstance(payload, Sent):
+            own_subject, data, said = published(payload, self._tenant, "alice", message_id)
+            subject = subject or own_subject
+        else:
+            data, said = _encode(payload), {MESSAGE_ID: message_id}
         given = {
-            MESSAGE_ID: message_id or str(uuid4()),
             ENTITY_ID: entity_id,
             EXPECTED_VERSION: None if expected_version is None else str(expected_version),
         }
-        said = {name: value for name, value in given.items() if value is not None} | dict(headers or {})
+        said |= {name: value for name, value in given.items() if value is not None} | dict(headers or {})
         self._sequence += 1
         delivery = Delivery(
-            self._subject(subject), _encode(payload), said, said[MESSAGE_ID], "TEST", self._sequence, 1,
-            datetime.now(UTC),
+            self._subject(subject), data, said, said[MESSAGE_ID], "TEST", self._sequence, 1, datetime.now(UTC),
+            policy_of(data),
         )  # fmt: skip
         outcomes: list[Outcome] = []
 

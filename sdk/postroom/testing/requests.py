@@ -64,44 +64,64 @@ def handler_request(
     another request with its `message_id`. `consumer` is the durable consumer that makes it, `form` its
     `handler.format`. Raises `InvalidMessage`.
     """
-    event_type = None
+    message_id = message_id or str(uuid4())
     if isinstance(message, Sent):
-        kind, event_type = parse_destination(message.to)
-        version = message.meta.get("event_version", 1)
-        if kind == "topic" and type(version) is not int:
-            refuse("invalid_event_version", "meta.event_version must be a whole number", "meta.event_version")
-        subject = subject or sent_subject(mesh, kind, event_type, version)
+        sent = published(message, mesh, sender, message_id)
+        subject, data, said = subject or sent.subject, sent.data, sent.headers
+    else:
         if subject is None:
-            refuse("invalid_destination", f"{message.to} goes to the inbox of a daemon, not to a handler", "to")
-        correlation_id = correlation_id or _uuid(message.meta.get("correlation_id"))
-        causation_id = causation_id or _uuid(message.meta.get("causation_id"))
-        traceparent = traceparent or message.traceparent
-        message = AcceptedEvent(
-            broker_message_id=(message_id := message_id or str(uuid4())),
-            client_message_id=message.client_message_id,
-            mesh=mesh,
-            sender=sender,
-            message=msgspec.Raw(_encode(message.envelope)),
-        )
-    elif subject is None:
-        if event is None:
-            refuse("invalid_subject", "name the event, as in event='order_paid', or give a subject", "event")
-        subject = event_subject(mesh, event, version)
+            if event is None:
+                refuse("invalid_subject", "name the event, as in event='order_paid', or give a subject", "event")
+            subject = event_subject(mesh, event, version)
+        data, said = _encode(message), {MESSAGE_ID: message_id}
     moment = occurred_at or datetime.now(UTC)
     given = {
-        MESSAGE_ID: message_id or str(uuid4()),
-        "Postroom-Event-Type": event_type,
         "X-Occurred-At": moment.isoformat(),
         "X-Correlation-Id": correlation_id,
         "X-Causation-Id": causation_id,
         "traceparent": traceparent,
     }
-    said = {name: value for name, value in given.items() if value is not None}
-    incoming = read(Delivery(subject, _encode(message), said, said[MESSAGE_ID], "TEST", 1, attempt, moment))
+    said |= {name: value for name, value in given.items() if value is not None}
+    incoming = read(Delivery(subject, data, said, message_id, "TEST", 1, attempt, moment))
     content, made = posted(incoming, consumer, attempt, last_error, form)
     if secret is not None:
-        made |= signed(secret, said[MESSAGE_ID], content, int(time.time()) if signed_at is None else signed_at)
+        made |= signed(secret, message_id, content, int(time.time()) if signed_at is None else signed_at)
     return ConsumerRequest(content, made)
+
+
+class Published(NamedTuple):
+    """A send as a worker publishes it; its time is the caller's to say."""
+
+    subject: str
+    data: bytes
+    headers: dict[str, str]
+
+
+def published(sent: Sent, mesh: str, sender: str, message_id: str) -> Published:
+    """Return what becomes of a send that the broker accepts under `message_id`; raises `InvalidMessage`."""
+    kind, ref = parse_destination(sent.to)
+    version = sent.meta.get("event_version", 1) if kind == "topic" else 1
+    if type(version) is not int:
+        refuse("invalid_event_version", "meta.event_version must be a whole number", "meta.event_version")
+    subject = sent_subject(mesh, kind, ref, version)
+    if subject is None:
+        refuse("invalid_destination", f"{sent.to} goes to the inbox of a daemon, not to a handler", "to")
+    event = AcceptedEvent(
+        broker_message_id=message_id,
+        client_message_id=sent.client_message_id,
+        mesh=mesh,
+        sender=sender,
+        message=msgspec.Raw(_encode(sent.envelope)),
+    )
+    said = {
+        MESSAGE_ID: message_id,
+        "Postroom-Event-Type": ref,
+        "X-Event-Version": str(version),
+        "X-Correlation-Id": _uuid(sent.meta.get("correlation_id")),
+        "X-Causation-Id": _uuid(sent.meta.get("causation_id")),
+        "traceparent": sent.traceparent,
+    }
+    return Published(subject, _encode(event), {name: value for name, value in said.items() if value is not None})
 
 
 def _uuid(text: Any) -> str | None:

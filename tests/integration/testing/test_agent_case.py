@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,8 +11,10 @@ import pytest
 from postroom import InvalidMessage
 from postroom.agent import Agent, Command, Emit, Envelope, InvalidAgent
 from postroom.delivery.agents.replay import verify
-from postroom.testing import AgentCase
+from postroom.testing import AgentCase, FakeClient
 from postroom.worker.config import load_agent_config
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 class Sales(NamedTuple):
@@ -83,6 +86,12 @@ async def test_a_message_is_tried_as_often_as_in_production() -> None:
     ).max_deliver == len(outcomes)
 
 
+async def test_the_senders_retry_policy_is_followed() -> None:
+    async with AgentCase(Pricing) as case:
+        received = await case.receive({"order": -1, "retry_policy": {"max_attempts": 1}})
+    assert received.outcome == "dead"
+
+
 async def test_a_wrong_version_of_an_entity_is_a_conflict_and_another_tenant_is_refused() -> None:
     async with AgentCase(Pricing) as case:
         await case.receive({"order": 1}, entity_id="order-1", expected_version=0)
@@ -101,6 +110,30 @@ async def test_the_store_is_a_real_one_that_lasts_where_it_has_a_directory(tmp_p
         assert (case.state, case.state_hash) == (Sales(1, 42), before)
     verified = await verify(tmp_path / "events.db")
     assert (verified.head.position, verified.first_difference) == (2, None)
+
+
+class Billing(Agent):
+    """Bills what programs send it."""
+
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    async def receive(self, envelope: Envelope) -> Emit:
+        sent = envelope.payload["message"]
+        return Emit("order_billed", {"of": json.loads(sent["body"])["order"], "for": envelope.actor})
+
+
+async def test_what_a_program_sent_comes_as_a_worker_publishes_it() -> None:
+    post = FakeClient()
+    post.send("queue:billing", {"order": 17}, traceparent=TRACE)
+    post.send("queue:pricing", {"order": 17})
+    async with AgentCase(Billing) as case:
+        received = await case.receive(post.sent[0], message_id="m-1")
+        assert received.outcome == "done", received.error
+        (billed,) = received.emitted
+        assert (billed.payload, billed.causation_id) == ({"of": 17, "for": "alice"}, "m-1")
+        assert billed.trace_id == "a" * 32
+        with pytest.raises(InvalidMessage, match=r"billing handles cmd\.demo\.default\.billing\.>"):
+            await case.receive(post.sent[1])
 
 
 class Marking(Agent[tuple[Any, ...]]):

@@ -16,6 +16,7 @@ from postroom.delivery.http.requests import posted, read
 from postroom.delivery.message import delivery_of
 from postroom.testing import FakeAsyncClient, handler_request
 from postroom.testing.fixtures import Mailroom
+from postroom.testing.requests import published
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -67,6 +68,9 @@ async def test_a_request_for_tests_is_what_a_consumer_makes_of_the_same_send(mai
     await nats.close()
 
     delivery = delivery_of(message)
+    same = published(fake.sent[0], "demo", "alice", delivery.message_id or "")
+    assert (same.subject, msgspec.json.decode(same.data)) == (delivery.subject, msgspec.json.decode(delivery.data))
+    assert same.headers == {name: text for name, text in delivery.headers.items() if name != "X-Occurred-At"}
     body, headers = posted(read(delivery), "test", 1, None, "postroom")
     ours = handler_request(fake.sent[0], message_id=delivery.message_id, occurred_at=delivery.occurred_at)
     assert msgspec.json.decode(ours.body) == msgspec.json.decode(body)
