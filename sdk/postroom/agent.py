@@ -180,7 +180,8 @@ def _check_methods(agent: type[Agent[Any]]) -> None:
     if agent.receive is Agent.receive:
         raise _invalid(f"{agent.__name__} has no receive: write `async def receive(self, envelope)`")
     if not inspect.iscoroutinefunction(agent.receive):
-        raise _invalid(f"{agent.__name__}.receive is not async: write `async def receive(self, envelope)`")
+        form = "`async def receive(self, envelope)`, with return and without yield"
+        raise _invalid(f"{agent.__name__}.receive has another form: write {form}")
     for name in ("apply", "initial_state"):
         if inspect.iscoroutinefunction(getattr(agent, name)):
             raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, without await")

@@ -393,7 +393,8 @@ def _is(value: Any, *kinds: type) -> bool:
 
 def _check_handler(function: Any, what: str, arguments: str) -> None:
     if not inspect.iscoroutinefunction(function):
-        raise _invalid(f"{what} is handled by {function!r}, which is not async: write `async def …({arguments})`")
+        form = f"`async def …({arguments})`, with return and without yield"
+        raise _invalid(f"{what} is handled by {function!r}, which has another form: write {form}")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:

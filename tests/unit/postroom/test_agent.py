@@ -52,6 +52,11 @@ def sync_receive(self: Any, envelope: Envelope) -> None:
     del self, envelope
 
 
+async def yielding_receive(self: Any, envelope: Envelope) -> Any:
+    del self
+    yield envelope
+
+
 async def async_apply(self: Any, state: None, event: Envelope) -> None:
     del self, state, event
 
@@ -80,7 +85,8 @@ def needs_an_argument(self: Any, database: str) -> None:
         ({"receive": takes_nothing}, r"receive must accept \(envelope\) in addition to self"),
         ({"apply": lambda self, state: (self, state)}, r"apply must accept \(state, event\)"),
         ({"initial_state": lambda self, order: (self, order)}, r"initial_state must accept \(\)"),
-        ({"receive": sync_receive}, "is not async"),
+        ({"receive": sync_receive}, r"receive has another form: write `async def receive\(self, envelope\)`"),
+        ({"receive": yielding_receive}, "with return and without yield"),
         ({"apply": async_apply}, "apply is async"),
         ({"name": "My Agent"}, "must be a lower-case letter"),
         ({"__init__": needs_an_argument}, "cannot be created without arguments"),

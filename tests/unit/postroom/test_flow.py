@@ -23,6 +23,10 @@ async def one_argument(_ctx: Any) -> None:
     return None
 
 
+async def yielding(_ctx: Any, request: Any) -> Any:
+    yield request
+
+
 def not_async(_ctx: Any, _request: Any) -> None:
     return None
 
@@ -119,7 +123,8 @@ def _unanswered(flow: Flow) -> None:
         ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
         ("sends to 'queue:A'", lambda flow: flow.activity(sends="queue:A")(extract)),
         ("two activities 'extract'", lambda flow: (flow.activity(extract), flow.activity(extract))),
-        ("which is not async", lambda flow: flow.activity(not_async)),
+        ("another form: write `async def", lambda flow: flow.activity(not_async)),
+        ("with return and without yield", lambda flow: flow.activity(yielding)),
         (r"must accept \(ctx, request\)", lambda flow: flow.activity(one_argument)),
         ("answer, timeout and asks need sends", lambda flow: flow.activity(timeout=3)(extract)),
         ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout=0)(extract)),
