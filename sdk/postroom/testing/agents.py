@@ -17,11 +17,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
-import msgspec
-
+from postroom._wire.arguments import to_json
 from postroom._wire.message import refuse
 from postroom._wire.retry import Backoff
 from postroom.agent import Agent, Envelope, agent_name, check_agent, fill_subjects
@@ -41,8 +40,6 @@ from postroom.delivery.streams import covers
 from postroom.retry_policy import policy_of
 from postroom.testing.fake import Sent
 from postroom.testing.requests import published
-
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class Received(NamedTuple):
@@ -130,7 +127,7 @@ class AgentCase:
             own_subject, data, said = published(payload, self._tenant, "alice", message_id)
             subject = subject or own_subject
         else:
-            data, said = _encode(payload), {MESSAGE_ID: message_id}
+            data, said = to_json(payload), {MESSAGE_ID: message_id}
         given = {
             ENTITY_ID: entity_id,
             EXPECTED_VERSION: None if expected_version is None else str(expected_version),

@@ -55,7 +55,6 @@ _PRIMITIVES: Final = {
 _COMMIT: Final = "COMMIT;"  # as asyncpg sends it
 
 _decode: Final = msgspec.json.Decoder().decode
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class FlowRun(NamedTuple):
@@ -257,10 +256,10 @@ class _Job:
         if asker.name not in self._answers:
             sentence = f"{asker.name!r} asks queue:{activity.queue}: give the case answers={{{asker.name!r}: …}}"
             raise AssertionError(sentence)
-        answer = self._answers[asker.name](_decode(body))
+        answer = encode(self._answers[asker.name](_decode(body)), f"the answer for {asker.name!r}")
         subject = event_subject(self._mesh, activity.answer or _ANSWERED)
         headers = {MESSAGE_ID: f"answer-{request}", CAUSATION_ID: str(request)}
-        self._waiting.append(self._delivery(subject, _encode(answer), headers))
+        self._waiting.append(self._delivery(subject, answer.encode(), headers))
 
     def _delivery(self, subject: str, data: bytes, headers: Mapping[str, str]) -> Delivery:
         self._sequence += 1

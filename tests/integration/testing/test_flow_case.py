@@ -119,6 +119,13 @@ async def test_a_request_that_nobody_answers_is_named(database_url: str) -> None
             await case.run({"day": 1})
 
 
+@pytest.mark.parametrize("answer", [float("nan"), "\0", object()])
+async def test_an_answer_that_no_message_can_have_is_refused(database_url: str, answer: Any) -> None:
+    async with FlowCase(exporting(), database_url, answers={"extract": lambda _: answer}) as case:
+        with pytest.raises(InvalidFlow, match=r"the answer for 'extract' (contains|cannot be written)"):
+            await case.run({"day": 1})
+
+
 async def test_its_databases_are_gone_in_the_end(database_url: str) -> None:
     async with FlowCase(exporting(), database_url, tables=TABLES, answers=ANSWERS) as case:
         await case.run({"day": 1})
