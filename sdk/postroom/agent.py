@@ -18,7 +18,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, TypeAlias
 
 import msgspec
 
@@ -52,6 +52,7 @@ __all__ = [
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]  # what a receiver accepts in a header
 _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
 
 
@@ -91,7 +92,7 @@ class Emit(msgspec.Struct, frozen=True):
     payload: Any = None
     version: int = 1
     entity_id: str | None = None
-    expected_version: int | None = None
+    expected_version: _Version | None = None
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ class Command(msgspec.Struct, frozen=True):
     payload: Any = None
     workspace: str | None = None  # None: the agent's own
     entity_id: str | None = None
-    expected_version: int | None = None
+    expected_version: _Version | None = None
 
 
 Effect: TypeAlias = Emit | Command

@@ -278,6 +278,10 @@ class Wrong(Agent):
         (Emit("order_counted", {"at": object()}), "is not JSON"),
         (Emit("order_counted", {"share": float("nan")}), "is not JSON"),
         (Command("Billing"), "lower-case letter"),
+        (Emit("order_counted", entity_id="o-1\r\nNats-Rollup: all"), "no control characters"),
+        (Command("billing", entity_id="\0"), "no control characters"),
+        (Emit("order_counted", entity_id=" o-1"), "no white space at its ends"),
+        (Emit("order_counted", expected_version=-1), "Expected `int` >= 0"),
     ],
 )
 async def test_a_wrong_effect_is_a_sentence_for_its_author_and_stores_nothing(

@@ -5,6 +5,7 @@ second run of the same message at the same agent derives the same ids, so that a
 """
 
 import asyncio
+import re
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from postroom.errors import InvalidMessage
 
 CONFLICT: Final = "{agent}_conflict"
 SECURITY: Final = "{agent}_security"
+_HEADER: Final = re.compile(r"(?!\s)[^\x00-\x08\n-\x1f\x7f\ud800-\udfff]*(?<!\s)")  # receivers can read it
 
 
 class Draft(NamedTuple):
@@ -116,6 +118,10 @@ class Emitter:
             type=type,
             workspace=workspace or self._owner.workspace,
         )
+        if effect.entity_id is not None and _HEADER.fullmatch(effect.entity_id) is None:
+            detail = f"the entity_id of {envelope.type!r} is {effect.entity_id!r:.80}"
+            rule = "it travels in a header, which has no control characters, and no white space at its ends"
+            raise InvalidMessage.of("invalid_effect", f"{detail}: {rule}", field="entity_id")
         envelope, payload = with_payload(envelope, effect.payload)
         if len(payload) > self._most_bytes:  # it could be stored, but never published
             detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream allows {self._most_bytes}"
