@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Type
 
 import msgspec
 
-from postroom._wire.names import SUBJECTS, WORD
+from postroom._wire.names import SUBJECTS, WORD, in_words
 from postroom.errors import InvalidMessage, PostroomError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ __all__ = [
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]  # what a receiver accepts in a header
+_Word: TypeAlias = Annotated[str, msgspec.Meta(pattern=WORD.schema)]
 _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
 
 
@@ -98,10 +99,10 @@ class Emit(msgspec.Struct, frozen=True):
 class Command(msgspec.Struct, frozen=True):
     """An effect: work for exactly one worker, on `cmd.{tenant}.{workspace}.{agent}.{verb}`."""
 
-    agent: str
+    agent: _Word
     verb: str = "run"
     payload: Any = None
-    workspace: str | None = None  # None: the agent's own
+    workspace: _Word | None = None  # None: the agent's own
     entity_id: str | None = None
     expected_version: _Version | None = None
 
@@ -241,7 +242,8 @@ def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
         try:
             msgspec.convert(fields, kind)  # a struct takes anything, and its record could not be read again
         except msgspec.ValidationError as error:
-            detail = f"{agent}.receive returned {kind.__name__} with a field that it cannot have: {error}"
+            wrong = in_words(str(error))
+            detail = f"{agent}.receive returned {kind.__name__} with a field that it cannot have: {wrong}"
             raise InvalidMessage.of("invalid_effect", detail) from error
     return effects
 
