@@ -35,8 +35,9 @@ _MISSING: Final = (
 )
 _UP: Final = "Postroom is up"  # how the line begins that it prints then
 _STOP_SECONDS: Final = 120.0
-# Stops `postroom up` when the other end of its input is closed, however pytest ends.
-_WATCH: Final = '"$@" </dev/null & up=$!; read -r _; kill $up 2>/dev/null; wait $up'
+# Stops `postroom up` when the other end of its input is closed, however pytest ends. It alone has the output, so that
+# this ends with it.
+_WATCH: Final = '"$@" </dev/null & up=$!; exec >&-; read -r _; kill $up 2>/dev/null; wait $up'
 
 
 class Mailroom:

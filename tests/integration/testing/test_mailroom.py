@@ -101,10 +101,22 @@ def _read(file: Path) -> str:
         return ""
 
 
-def test_without_the_servers_it_says_what_to_install(short_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("postroom", "said"),
+    [
+        (None, "pip install 'postroom-server[embedded]'"),
+        ("echo 'postroom: the disk is full' >&2; exit 74", "`postroom up` ended: postroom: the disk is full"),
+    ],
+)
+def test_where_it_cannot_start_it_says_why(
+    short_directory: Path, tmp_path: Path, postroom: str | None, said: str
+) -> None:
     alone = tmp_path / "bin"
     alone.mkdir()
     (alone / "python").symlink_to(sys.executable)
+    if postroom is not None:
+        (alone / "postroom").write_text(f"#!/bin/sh\n{postroom}\n")
+        (alone / "postroom").chmod(0o755)
     program = f"import sys; sys.executable = {str(alone / 'python')!r}; import pytest; sys.exit(pytest.main(['-q']))"
     (short_directory / "test_orders.py").write_text(TESTS)
     ran = subprocess.run(
@@ -114,6 +126,7 @@ def test_without_the_servers_it_says_what_to_install(short_directory: Path, tmp_
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
-    assert "pip install 'postroom-server[embedded]'" in ran.stdout
+    assert said in ran.stdout
     assert ran.returncode == 1
