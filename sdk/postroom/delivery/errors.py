@@ -93,6 +93,12 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
     return Conflict.of("subjects_taken", detail)
 
 
+def subjects_overlap(durable: str, subjects: list[str]) -> Conflict:
+    """Refuse a consumer that would get a message by two of its subjects."""
+    detail = f"{durable} would get a message by more than one of {', '.join(subjects)}: omit what another one covers"
+    return Conflict.of("subjects_overlap", detail)
+
+
 def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"

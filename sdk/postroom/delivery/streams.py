@@ -27,7 +27,7 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, NotFoundError
 
-from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
+from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_overlap, subjects_taken, would_lose
 from postroom.delivery.nats import ask_api
 from postroom.delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
 from postroom.delivery.subjects import stream_name
@@ -39,7 +39,8 @@ UNLIMITED: Final = -1
 AS_IT_IS: Final = StreamDefaults()
 _PAGE: Final = 256  # streams, or consumers, in one answer of the server
 _FILTER: Final = "filter_subjects"
-_OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # a work queue refuses a second consumer of its subjects
+_TAKEN: Final = frozenset({10099, 10100})  # a work queue refuses a second consumer of its subjects
+_OVERLAPPING: Final = 10138  # any stream refuses a consumer with two filters for one subject
 
 Action = Literal["created", "changed", "unchanged"]
 
@@ -183,9 +184,11 @@ async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerCo
     try:
         await js.add_consumer(stream, wanted)
     except APIError as error:
-        if error.err_code not in _OVERLAPPING:
-            raise
         subjects = filters_of(wanted)
+        if error.err_code == _OVERLAPPING:
+            raise subjects_overlap(str(wanted.durable_name), subjects) from error
+        if error.err_code not in _TAKEN:
+            raise
         others = [
             f"{info.name} has {', '.join(filters_of(info.config))}"
             for info in await all_consumers(js, stream)

@@ -247,6 +247,16 @@ async def test_a_second_name_for_the_subjects_of_a_work_queue_is_told_who_has_th
         await ensure_consumer(context.js, renamed)
 
 
+async def test_a_consumer_whose_own_subjects_overlap_is_told_so_and_not_who_else_has_them(context: Context):
+    await ensure_consumer(context.js, context.settings())
+    both = [f"{context.name}.event.>", f"{context.name}.event.orders.v1"]
+    with pytest.raises(
+        Conflict, match=r"double would get a message by more than one of .*: omit what another"
+    ) as refused:
+        await ensure_consumer(context.js, context.settings(durable="double", filter_subjects=both))
+    assert not refused.value.retryable
+
+
 async def test_an_existing_stream_is_brought_to_what_the_operator_set_and_to_nothing_else(context: Context):
     inbox = context.streams[2]
     await context.js.update_stream(name=inbox.name, subjects=inbox.subjects, max_age=5 * DAY, max_msg_size=77)
