@@ -86,8 +86,10 @@ class FakeDaemon:
     def settle(self, client_message_id: str, status: Outcome = "done", *, reason: str | None = None) -> None:
         """Settle a send as if the broker had accepted it, or refused it for a `reason`, or an operator had aborted it.
 
-        Raises `NotFound` where nothing was sent under that id.
+        Raises `NotFound` where nothing was sent under that id, `InvalidMessage` for another status.
         """
+        if status not in SETTLED:
+            refuse("invalid_field", f"a send is never {status!r} in the end: give done, dead or aborted", "status")
         with self._lock:
             self._settle(self._row(client_message_id), status, reason)
 

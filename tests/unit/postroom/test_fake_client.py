@@ -98,6 +98,14 @@ def test_a_send_is_pending_until_it_is_settled_or_waited_for() -> None:
             ask("nobody")
 
 
+def test_an_outcome_that_no_send_has_is_refused() -> None:
+    post = FakeClient()
+    post.send("topic:orders", "hello", client_message_id="k")
+    with pytest.raises(InvalidMessage, match="give done, dead or aborted"):
+        post.daemon.settle("k", "failed")  # type: ignore[arg-type] # as a test without type checks may
+    assert post.get("k").status == "pending"
+
+
 def test_a_send_stays_pending_before_its_not_before() -> None:
     post = FakeClient()
     for key, not_before in (("later", datetime(2999, 1, 1, tzinfo=UTC)), ("past", datetime(2000, 1, 1, tzinfo=UTC))):
