@@ -24,6 +24,7 @@ from uuid import UUID, uuid5
 
 import msgspec
 import structlog
+from asyncpg import InFailedSQLTransactionError
 
 from postroom._wire import spans
 from postroom._wire.arguments import to_json
@@ -59,6 +60,10 @@ QUERIES: Final = load_queries("postroom.ledger", "engine.sql")
 _ENDED: Final = (
     "the handler ended the transaction of its step, on `ctx.connection()`: the step commits when the handler "
     "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
+)
+_FAILED: Final = (
+    "a statement on `ctx.connection()` failed, and the handler went on, in a transaction that can only be rolled back: "
+    "let the error end it, or use a nested `transaction()` for what may fail"
 )
 _LEFT_BEHIND: Final = (
     "`ctx.connection()` was called after its step had ended, by a task that the handler left behind: await all that it "
@@ -312,7 +317,9 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
     except Fault:
         raise
     except Exception as error:
-        failed = HandlerFailed.of_error(error, entry.attempt, completion=completion)
+        went_on = isinstance(error, InFailedSQLTransactionError)
+        said = InvalidFlow.of("transaction_failed", _FAILED) if went_on else error
+        failed = HandlerFailed.of_error(said, entry.attempt, completion=completion)
         _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
         try:
             async with running.pool.acquire() as connection:

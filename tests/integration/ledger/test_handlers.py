@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -60,6 +61,16 @@ async def rolls_back(ctx: Context) -> None:
     await (await ctx.connection()).execute("ROLLBACK")
 
 
+async def goes_on_after_an_error(ctx: Context) -> None:
+    with suppress(asyncpg.UndefinedTableError):
+        await (await ctx.connection()).execute("INSERT INTO nowhere VALUES (1)")
+
+
+async def goes_on_and_asks(ctx: Context) -> None:
+    await goes_on_after_an_error(ctx)
+    await (await ctx.connection()).execute("SELECT 1")
+
+
 async def spawns_a_set(_ctx: Context) -> Any:
     return work.spawn({1, object()})
 
@@ -84,6 +95,8 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "raises_no_exception": (raises_no_exception, "HandlerEnded: the handler ended with BaseException: odd"),
     "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
     "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
+    "goes_on_after_an_error": (goes_on_after_an_error, "InvalidFlow: a statement on `ctx.connection()` failed"),
+    "goes_on_and_asks": (goes_on_and_asks, "InvalidFlow: a statement on `ctx.connection()` failed"),
     "spawns_a_set": (spawns_a_set, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
     "spawns_infinity": (spawns_infinity, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
     "spawns_a_nul": (spawns_a_nul, "InvalidFlow: what 'work' is spawned with contains a NUL character"),
