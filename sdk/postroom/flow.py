@@ -358,7 +358,7 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
         raise _invalid(f"the activity {name!r} sends nothing: answer, timeout and asks need sends")
     if sends is not None:
         try:
-            kind = parse_destination(sends).kind
+            kind = parse_destination(str(sends)).kind
         except InvalidMessage as error:
             raise _invalid(f"the activity {name!r} sends to {sends!r}: {error}") from error
         if kind != "queue":

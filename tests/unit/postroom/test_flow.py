@@ -121,6 +121,7 @@ def _unanswered(flow: Flow) -> None:
         ("cannot be called 'A'", lambda flow: flow.activity(name="A")(extract)),
         ("sends to .extract.", lambda flow: flow.activity(sends="extract")(extract)),
         ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
+        ("sends to 17: ", lambda flow: flow.activity(sends=17)(extract)),
         ("sends to 'queue:A'", lambda flow: flow.activity(sends="queue:A")(extract)),
         ("two activities 'extract'", lambda flow: (flow.activity(extract), flow.activity(extract))),
         ("another form: write `async def", lambda flow: flow.activity(not_async)),
