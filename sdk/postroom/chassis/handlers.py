@@ -1,13 +1,17 @@
 """Users' code in a process of ours: whatever it raises is an error, and never ends the process."""
 
 import asyncio
+import sysconfig
 import traceback
 from collections.abc import Awaitable
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
 
 from postroom._wire.retry import error_text
 
 T = TypeVar("T")
+_PLACES: Final = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARIES: Final = (*map(sysconfig.get_path, _PLACES), str(Path(__file__).parents[1]))
 
 
 class HandlerEnded(Exception):
@@ -18,11 +22,12 @@ class HandlerEnded(Exception):
 
 
 def located(error: BaseException) -> str:
-    """Return what users' code raised, with the line that raised it."""
+    """Return what users' code raised, with its last line: that of a library only where it has none."""
     if isinstance(error, SyntaxError):
         return error_text(error)  # which names the line that it is about
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
-    return f"{error_text(error)} ({frames[-1].filename}, line {frames[-1].lineno})"
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
+    last = ([each for each in frames if not each.filename.startswith(_LIBRARIES)] or frames)[-1]
+    return f"{error_text(error)} ({last.filename}, line {last.lineno})"
 
 
 async def contained(work: Awaitable[T]) -> T:
