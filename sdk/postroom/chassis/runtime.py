@@ -179,7 +179,9 @@ def load_named(name: str, *, what: str, example: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             places = f"it is looked for in {Path.cwd()}, in PYTHONPATH and in {sys.prefix}"
             raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {error}; {places}: pass {example}") from error
-        raise Fatal(Exit.CONFIG, f"cannot import {module_name}: it raised {located(error)}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot import {module_name}: it raised {located(error)}; correct it there"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}: look into {module.__file__}")

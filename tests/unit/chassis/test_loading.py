@@ -71,7 +71,7 @@ def test_a_module_that_ends_or_fails_at_its_import_is_refused_with_the_line(
     tmp_path: Path, module: str, said: str
 ) -> None:
     (tmp_path / "shop.py").write_text(module)
-    sentence = f"78 cannot import shop: it raised {said.format(file=tmp_path / 'shop.py')}"
+    sentence = f"78 cannot import shop: it raised {said.format(file=tmp_path / 'shop.py')}; correct it there"
     assert load("shop:Pricing", tmp_path) == f"{sentence}\n"
 
 
