@@ -36,7 +36,6 @@ _FROM_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHJKMNPQRSTVWXYZ", b"abcdefghij
 _TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUV", b"ABCDEFGHJKMNPQRSTVWXYZ")
 
 _decode_existing: Final = msgspec.json.Decoder(list[Existing]).decode
-_decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _pack_values: Final = msgspec.msgpack.Encoder().encode
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -208,16 +207,15 @@ def find_send(db: sqlite3.Connection, client_message_id: str, salt: bytes) -> in
 
 
 def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:
-    """Return the `seq` of every row that has one of these as its id or its client_message_id, moved or not."""
+    """Return the `seq` of every row that one of these names, each as `find_row` reads it."""
     if not names:
         return set()
-    (found,) = db.execute(QUERIES["rows_named"], (_encode(names).decode(),)).fetchone()
-    moved = (db.execute(QUERIES["moved_with_id"], {"id": pack(name)}).fetchone() for name in names)
-    return {
-        *_decode_seqs(found),
-        *(seq for (seq,) in filter(None, moved)),
-        *find_moved(db, names, read_salt(db)).values(),
-    }
+    found = dict(db.execute(QUERIES["rows_with_ids"], (_encode(names).decode(),)).fetchall())
+    moved = ((name, db.execute(QUERIES["moved_with_id"], {"id": pack(name)}).fetchone()) for name in names)
+    found |= {name: row[0] for name, row in moved if row is not None}
+    sends = [name for name in names if name not in found]
+    rows = db.execute(QUERIES["rows_with_client_ids"], (_encode(sends).decode(),)).fetchall()
+    return {*found.values(), *(seq for (seq,) in rows), *find_moved(db, sends, read_salt(db)).values()}
 
 
 def pack(text: str) -> str | bytes:

@@ -70,12 +70,13 @@ SELECT seq FROM outbox WHERE id = :id;
 -- The row with this client_message_id that was not moved.
 SELECT seq FROM outbox WHERE client_message_id = :id;
 
--- name: rows_named
--- The rows with one of these ids or client_message_ids that were not moved.
-SELECT json_group_array(seq)
-FROM (SELECT seq FROM outbox WHERE id IN (SELECT value FROM json_each(?1))
-      UNION
-      SELECT seq FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(?1)));
+-- name: rows_with_ids
+-- The rows with one of these ids that were not moved, each with its id.
+SELECT id, seq FROM outbox WHERE id IN (SELECT value FROM json_each(?));
+
+-- name: rows_with_client_ids
+-- The rows with one of these client_message_ids that were not moved.
+SELECT seq FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(?));
 
 -- name: moved_with_id
 -- The moved row with this packed id: row ids grow with seq, so it is searched for by halves.

@@ -253,6 +253,13 @@ async def test_ids_that_name_no_row_are_failures(outbox: Outbox) -> None:
     assert [(failure.id, failure.code) for failure in result.failed] == [("x", "row_not_found"), ("y", "row_not_found")]
 
 
+async def test_an_id_that_names_a_row_means_no_other_row_that_was_sent_under_it(outbox: Outbox) -> None:
+    (row,) = await accepted(outbox, send("id-1"))
+    await accepted(outbox, send(row.row_id))
+    result = await outbox.bulk("abort", RowFilter(ids=[row.row_id]), **WHY)
+    assert (result.matched, result.done) == (1, [row.row_id])
+
+
 async def test_ids_whose_rows_do_not_match_the_rest_of_the_filter_are_skipped(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
