@@ -51,7 +51,7 @@ class Nats:
         try:
             nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
         except PostroomError as error:
-            yield None, Unavailable.of(NATS_UNREACHABLE, str(error)).problem
+            yield None, Unavailable.of(NATS_UNREACHABLE, str(error), retryable=error.retryable).problem
             return
         try:
             yield nats.jetstream(), None

@@ -109,12 +109,14 @@ def no_room_for_backup(directory: Path, needed: int, free: int) -> TryAgain:
 
 def backup_running() -> TryAgain:
     """Refuse a second copy at once."""
-    return TryAgain.of("too_busy", "another backup of this outbox is being made: try again when it is done")
+    detail = "another backup of this outbox is being made: try again when it is done"
+    return TryAgain.of("too_busy", detail, retryable=True)
 
 
 def backup_too_slow(seconds: float) -> TryAgain:
     """End a copy that takes too long."""
-    return TryAgain.of("outbox_busy", f"the backup was not done within {seconds:.0f} s: check the daemon's disk")
+    detail = f"the backup was not done within {seconds:.0f} s: check the daemon's disk"
+    return TryAgain.of("outbox_busy", detail, retryable=True)
 
 
 def backup_damaged(path: Path, fault: str) -> PostroomError:
@@ -156,7 +158,7 @@ def unanswered(verb: str, row_id: str, why: str) -> Conflict:
         f"cannot {verb} row {row_id}: a post of it was not answered, so the broker may have accepted it, and {why}; "
         "try again when the broker answers, or force it"
     )
-    return Conflict.of("outcome_unknown", detail)
+    return Conflict.of("outcome_unknown", detail, retryable=True)
 
 
 def id_taken(client_message_id: str) -> Conflict:

@@ -101,7 +101,7 @@ async def test_one_backup_is_made_at_a_time_and_needs_a_reason(outbox: Outbox, t
     async with outbox.backup(**WHY):
         with pytest.raises(TryAgain, match="another backup") as refused:
             await copied(outbox, tmp_path / "copy.db")
-        assert refused.value.code == "too_busy"
+        assert (refused.value.code, refused.value.retryable) == ("too_busy", True)
     with pytest.raises(InvalidMessage, match="reason"):
         async with outbox.backup(caller=ALICE, reason=" "):
             pass
@@ -114,7 +114,7 @@ async def test_a_backup_that_takes_too_long_ends(
     monkeypatch.setattr("outbox.backup._SECONDS", -1.0)
     with pytest.raises(TryAgain, match="not done within") as refused:
         await copied(outbox, tmp_path / "copy.db")
-    assert refused.value.code == "outbox_busy"
+    assert (refused.value.code, refused.value.retryable) == ("outbox_busy", True)
     assert len(await accepted(outbox, send("after"))) == 1
 
 

@@ -415,5 +415,5 @@ async def test_what_the_broker_says_of_an_earlier_post_settles_no_later_one(
         await post()
         with pytest.raises(Conflict, match="posted again meanwhile") as refusal:
             await outbox.act("abort", "id-1", **WHY)
-        assert refusal.value.code == "outcome_unknown"
+        assert (refusal.value.code, refusal.value.retryable) == ("outcome_unknown", True)
         assert (await outbox.inspect("id-1")).row.status == "pending"
