@@ -94,7 +94,14 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> DaemonConfig:
     """Read the config; raises `Fatal` (78) with the path of what is wrong."""
-    return load(DaemonConfig, file, prefix=PREFIX, environ=environ)
+    config = load(DaemonConfig, file, prefix=PREFIX, environ=environ)
+    if (held := config.limits.buffered_bytes) < (most := config.limits.request_bytes):
+        sentence = (
+            f"limits.buffered_bytes is {held}, less than limits.request_bytes ({most}), so the largest requests would "
+            "never be accepted: raise it, or lower limits.request_bytes"
+        )
+        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}")
+    return config
 
 
 def socket_path(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:

@@ -53,6 +53,14 @@ def test_a_value_out_of_range_names_its_path(name: str, value: str) -> None:
     assert name.lower().replace("_", ".") in str(refusal.value)
 
 
+def test_the_largest_request_has_to_fit_into_what_is_held_in_memory() -> None:
+    held = {**LEAST, "POSTROOM_DAEMON_LIMITS_REQUEST_BYTES": "2048"}
+    load_config(None, {**held, "POSTROOM_DAEMON_LIMITS_BUFFERED_BYTES": "2048"})
+    with pytest.raises(Fatal, match=r"limits\.buffered_bytes is 2047, less than limits\.request_bytes") as refusal:
+        load_config(None, {**held, "POSTROOM_DAEMON_LIMITS_BUFFERED_BYTES": "2047"})
+    assert refusal.value.exit_code == Exit.CONFIG
+
+
 def test_files_lie_where_xdg_says() -> None:
     config = load_config(None, LEAST)
     environ = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_STATE_HOME": "/home/u/state"}
