@@ -53,7 +53,7 @@ def _socket(config: DaemonConfig) -> Iterator[Finding]:
         except OSError:
             yield Finding("socket", "failed", str(fatal))
     else:
-        yield Finding("socket", "ok", f"{path} is free: no daemon runs")
+        yield Finding("socket", "ok", f"{path} is free: no daemon answers there")
 
 
 def _secrets(config: DaemonConfig) -> Iterator[Finding]:

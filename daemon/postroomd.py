@@ -12,7 +12,7 @@ import asyncio
 import shutil
 from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -93,7 +93,7 @@ class Postroomd:
     server: Server
     page: Server  # the metrics, where the config has a port for them
     reports: Reports
-    own: list[tuple[Path, int]] = field(default_factory=list)  # socket files that are ours to remove, with their inodes
+    own: list[tuple[Path, int]]  # socket files that are ours to remove, with their inodes
 
     @classmethod
     async def open(cls, config: DaemonConfig, *, accept_lost_ids: bool = False) -> Self:
@@ -130,6 +130,7 @@ class Postroomd:
                     confirmed_time=link.confirmed_time,
                 )
             counters = Counters()
+            own: list[tuple[Path, int]] = []
             services = Services(
                 outbox=outbox,
                 relay=relay,
@@ -152,6 +153,7 @@ class Postroomd:
                 counters=counters,
                 destinations=DestinationRule(config.allow_destinations),
                 late_seconds=config.relay.late_seconds,
+                lost_sockets=lambda: [path for path, inode in own if not listener.is_still(path, inode)],
             )
             server = Server(
                 routes(services),
@@ -172,13 +174,14 @@ class Postroomd:
                 server=server,
                 page=page,
                 reports=reports,
+                own=own,
             )
             # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
             sockets = list(inherited)
             if not inherited:
                 path = socket_path(config)
                 sockets.append(listener.unix_listener(path, config.socket.group))
-                daemon.own.append((path, path.lstat().st_ino))
+                own.append((path, path.lstat().st_ino))
             if config.tcp.port is not None:
                 sockets.append(listener.tcp_listener(config.tcp.port))
             if config.metrics.listen_port is not None:

@@ -32,6 +32,10 @@ async def health_of(services: Services) -> Health:
     reasons = []
     if not services.outbox.healthy:
         reasons.append("the outbox cannot be written: check the disk and the log")
+    reasons += [
+        f"the socket {path} was removed or replaced, so no caller finds it: start the daemon again"
+        for path in services.lost_sockets()
+    ]
     if relay.degraded:
         reasons.append(f"the relay makes no progress: {relay.reason}")
     if counts.due_ms > services.late_seconds * 1000:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from inbox import Inbox, InboxSettings
@@ -93,6 +94,7 @@ class Services:
     counters: Counters = field(default_factory=Counters)
     destinations: DestinationRule = field(default_factory=DestinationRule)
     late_seconds: float = 300  # that a due message may have waited before `health` says so
+    lost_sockets: Callable[[], list[Path]] = list  # those of the daemon whose file is no longer there
 
     @cached_property
     def accept(self) -> Accept:

@@ -144,9 +144,16 @@ def refuse_path(path: Path) -> None:
 
 def remove(path: Path, inode: int) -> None:
     """Remove the socket file `path` where it is still the one with `inode`, not a successor's."""
-    with suppress(OSError):
-        if path.lstat().st_ino == inode:
+    if is_still(path, inode):
+        with suppress(OSError):
             path.unlink()
+
+
+def is_still(path: Path, inode: int) -> bool:
+    """Return whether the file `path` is there, and is the one with `inode`."""
+    with suppress(OSError):
+        return path.lstat().st_ino == inode
+    return False
 
 
 @contextmanager

@@ -53,6 +53,18 @@ def test_a_stale_socket_is_replaced(daemon: Any) -> None:
     assert daemon.stop() == 0
 
 
+def test_a_socket_that_was_removed_under_a_daemon_degrades_its_health(daemon: Any) -> None:
+    daemon.start().ready()
+    moved, lost = daemon.socket.rename(daemon.directory / "moved.sock"), daemon.socket
+    daemon.socket = moved
+    health = daemon.ask("GET", "/v1/health")[1]
+    assert f"the socket {lost} was removed or replaced" in " ".join(health["reasons"])
+    lost.touch()  # another's
+    assert health["reasons"] == daemon.ask("GET", "/v1/health")[1]["reasons"]
+    assert daemon.stop() == 0
+    assert lost.exists()
+
+
 def test_a_second_daemon_says_that_one_is_already_running(daemon: Any, second: Any) -> None:
     daemon.start().ready()
     assert second.start().ended() == 69
