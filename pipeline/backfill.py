@@ -13,6 +13,7 @@ from pipeline.runner import Outcome, Struct, submitted
 from postroom.spark.formats import Sink
 
 _OF_READING: Final = frozenset({"input", "format"})
+_RFC_4180: Final = {"header": "true", "escape": '"', "multiLine": "true"}
 
 
 class Options(Struct, kw_only=True):
@@ -50,10 +51,11 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 
 def read(spark: SparkSession, options: Options) -> DataFrame:
-    """Read the data set; CSV with a header, its values as text. A row that cannot be read ends the pipeline."""
+    """Read the data set; CSV is by RFC 4180, with a header and as text. A row that cannot be read ends the pipeline."""
     ending = options.input.rstrip("/").removesuffix(".gz").rpartition(".")[2].lower()
     kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
-    return spark.read.format(kind).options(header="true", mode="FAILFAST").load(options.input)
+    chosen = _RFC_4180 if kind == "csv" else {}
+    return spark.read.format(kind).options(mode="FAILFAST", **chosen).load(options.input)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import os
 import signal
 import subprocess
@@ -172,6 +173,18 @@ def test_a_backfill_that_runs_twice_sends_each_row_once(spark: SparkSession, pos
     run_by_name("backfill", words)
 
     assert len(post.accepted()) == 40
+
+
+def test_a_backfill_reads_csv_as_other_programs_write_it(spark: SparkSession, post: PostOffice, tmp_path: Path) -> None:
+    del spark
+    values = ['a "b" c', '"', '\\"', "ends\\", "two, with\nlines, and more", "é,;"]
+    with (tmp_path / "notes.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("note_id", "text"), *enumerate(values)])
+    words = options(input=tmp_path / "notes.csv", id="note_id", body="text", to="topic:orders", socket=post.socket)
+    run_by_name("backfill", [*words, f"namespace={post.namespace}"])
+
+    sent = {key: message.body.decode() for key, message in post.accepted().items()}
+    assert sent == {str(number): value for number, value in enumerate(values)}
 
 
 @pytest.mark.parametrize(
