@@ -143,7 +143,9 @@ class RowReader:
                 texts,
                 encoded,
                 self._metas(columns, keys),
-                repeat(self._plan.priority) if priority is None else (each or "next" for each in columns.raw(priority)),
+                repeat(self._plan.priority)
+                if priority is None
+                else ("next" if each is None else each for each in columns.raw(priority)),
                 strict=False,  # what is the same for all rows repeats without end
             )
         ]

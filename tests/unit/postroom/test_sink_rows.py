@@ -44,6 +44,11 @@ def requests(rows: list[dict[str, Any]], **options: str) -> list[SendRequest]:
     return [row.request for rows in slices for row in rows]
 
 
+def test_a_row_without_a_priority_is_next_and_an_empty_one_is_left_to_be_refused() -> None:
+    sent = requests([{"n": 1}, {"n": 2, "text": ""}, {"n": 3, "text": "low"}], priority="text")
+    assert [request.priority for request in sent] == ["next", "", "low"]
+
+
 @given(st.lists(st.lists(st.text(max_size=140), min_size=2, max_size=2), min_size=2, max_size=2))
 def test_two_keys_never_share_an_id_and_every_id_is_one(keys: list[list[str]]) -> None:
     one, other = (RowIds("namespace").id_of(key) for key in keys)
