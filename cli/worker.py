@@ -231,12 +231,16 @@ def ask_worker(*words: str) -> Any:
     done = subprocess.run(  # noqa: S603 - our own words, no shell
         [*_COMMAND, *words], capture_output=True, encoding="utf-8", errors="replace", check=False
     )
-    *printed, last = done.stderr.splitlines() or [f"{words[0]} ended without a word"]
-    if done.returncode == 0:
+    how = f"exit code {done.returncode}" if done.returncode >= 0 else f"signal {-done.returncode}"
+    silent = (
+        f"{words[words.index('--') + 1]} ended the process that loaded it ({how}) and said nothing: fix that module"
+    )
+    *printed, last = done.stderr.splitlines() or [silent]
+    if done.returncode == 0 and done.stdout:
         sys.stderr.write(done.stderr)
         return json.loads(done.stdout)
     sys.stderr.writelines(f"{line}\n" for line in printed)
-    code = Exit(done.returncode) if done.returncode in set(Exit) else Exit.FAILED
+    code = Exit(done.returncode) if done.returncode in set(Exit) - {Exit.OK} else Exit.FAILED
     raise Fatal(code, last.removeprefix(_SAID))
 
 

@@ -218,6 +218,19 @@ async def test_another_hash_than_the_expected_one_is_a_failure(command_line: Com
 
 
 @pytest.mark.parametrize(
+    ("ends", "how"), [("os._exit(0)", "exit code 0"), ("os._exit(5)", "exit code 5"), ("os.abort()", "signal 6")]
+)
+async def test_an_agent_that_ends_the_process_that_loads_it_is_named(
+    command_line: CommandLine, tmp_path: Path, ends: str, how: str
+):
+    (tmp_path / "ending.py").write_text(f"import os\n{ends}\n")
+    command_line.environment["PYTHONPATH"] = str(tmp_path)
+    ended = await command_line.run("replay", "ending:Agent")
+    assert ended.code == 1
+    assert f"postroom: ending:Agent ended the process that loaded it ({how}) and said nothing" in ended.said
+
+
+@pytest.mark.parametrize(
     ("agent", "code", "sentence"),
     [
         ("counting_agent", 2, "pass module:Agent"),
