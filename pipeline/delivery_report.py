@@ -91,8 +91,11 @@ def measure(spark: SparkSession, options: Options) -> list[Latency]:
 def _replaced(file: Path) -> Iterator[Path]:
     """Lend a path to write to, and give the file its name when it is complete: until then the old one stays."""
     fresh = file.with_name(f".{file.name}")
-    yield fresh
-    fresh.replace(file)
+    try:
+        yield fresh
+        fresh.replace(file)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def draw(latencies: Sequence[Latency], file: Path) -> None:

@@ -347,7 +347,8 @@ def _said(found: Tasks) -> str:
 def own_sentences() -> Iterator[None]:
     """Raise `Fatal` with one sentence and its exit code where Spark raises an error around one that is none of its own.
 
-    That is an error of ours, or one of the system, as for a full disk, or data that Spark cannot read.
+    That is an error of ours, or one of the system, as for a full disk, or data that Spark cannot read. An error of the
+    system in this process is one too.
     """
     from py4j.protocol import Py4JError  # noqa: PLC0415 - slow to import, and an extra
     from pyspark.errors import PySparkException  # noqa: PLC0415 - the same
@@ -361,3 +362,6 @@ def own_sentences() -> Iterator[None]:
         if found := _OF_SYSTEM.findall(str(error)) or _OF_DATA.findall(str(error)):
             raise Fatal(Exit.IO_ERROR, found[0]) from error
         raise
+    except OSError as error:
+        said = error.strerror or str(error)
+        raise Fatal(Exit.IO_ERROR, f"{error.filename}: {said}" if error.filename else said) from error

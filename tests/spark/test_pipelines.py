@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import json
 import os
@@ -221,6 +222,24 @@ def test_a_part_of_the_history_that_cannot_be_is_refused(
     output = [f"output={tmp_path}"] if name == "delivery-report" else []
     with pytest.raises((Fatal, PostroomError), match=sentence):
         pipeline(name, *output, *words)
+
+
+def test_a_report_that_cannot_be_finished_leaves_the_one_before_and_nothing_else(
+    history: History, pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history.accept(["id-1"])
+
+    def full(_latencies: object, file: Path) -> None:
+        file.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    pipeline("delivery-report", f"output={tmp_path}")
+    picture = (tmp_path / "latency.png").read_bytes()
+    monkeypatch.setattr("pipeline.delivery_report.draw", full)
+    with pytest.raises(Fatal, match="No space left on device"):
+        pipeline("delivery-report", f"output={tmp_path}")
+    assert {file.name for file in tmp_path.iterdir()} == {"latency.parquet", "latency.png"}
+    assert (tmp_path / "latency.png").read_bytes() == picture
 
 
 @pytest.mark.parametrize("name", ["audit-log", "delivery-report"])

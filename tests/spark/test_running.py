@@ -242,6 +242,19 @@ def test_a_submitted_pipeline_ends_with_the_exit_code_of_the_command(
     assert capsys.readouterr().err.startswith("rate-telemetry: cannot open the database")
 
 
+def test_a_submitted_pipeline_says_what_the_system_refused(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    del spark
+    output = tmp_path / "file" / "report"
+    output.parent.touch()
+    monkeypatch.setattr(sys, "argv", ["delivery_report.py", "database_url=postgresql:///none", f"output={output}"])
+    with pytest.raises(SystemExit) as ended:
+        submitted("delivery-report")
+    assert ended.value.code == Exit.IO_ERROR
+    assert capsys.readouterr().err == f"delivery-report: {output}: Not a directory\n"
+
+
 def test_what_spark_raises_around_an_error_of_ours_is_said_in_our_sentence(
     spark: SparkSession, database_url: str
 ) -> None:
