@@ -126,6 +126,16 @@ def test_a_program_with_nothing_but_the_wheel_sends(daemon: LoneDaemon, wheels: 
     assert not SERVER & set(modules.split())
 
 
+def test_a_worker_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "postroom").symlink_to(REPOSITORY / "sdk/postroom")
+    link_dependencies(tmp_path)
+    command = [sys.executable, "-S", "-m", "postroom.worker", "agent", "shop:Clerk"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 69
+    said = "structlog is not installed: install it with `pip install 'postroom[worker]'`"
+    assert ended.stderr == f"postroom agent: {said}\n"
+
+
 def test_the_sdk_needs_no_more_than_it_says() -> None:
     said = tomllib.loads((REPOSITORY / "sdk" / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {each.split(">=")[0] for each in said} == {"msgspec", "rfc8785"}

@@ -32,6 +32,9 @@ def main() -> int:
         options.do(options)
     except Fatal as fatal:
         return fatal.report(options.name)
+    except ModuleNotFoundError as error:  # what a user's module lacks is a `Fatal` by now
+        sentence = f"{error.name} is not installed: install it with `pip install 'postroom[worker]'`"
+        return Fatal(Exit.UNAVAILABLE, sentence).report(options.name)
     except KeyboardInterrupt:  # before it listened for the signal
         return _INTERRUPTED
     return Exit.OK
