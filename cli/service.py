@@ -153,8 +153,15 @@ def units_of(prefix: Path) -> Path:
 
 
 def escaped(program: Path) -> str:
-    """Write a path as `ExecStart=` wants it: specifiers and variables doubled, and quoted."""
-    text = str(program).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    """Write the path of a program as `ExecStart=` wants it; raises `Fatal` for one that systemd starts in no form.
+
+    A specifier is doubled, but no `$`: the program itself is never a variable.
+    """
+    text = str(program)
+    if any(character in "'\"\\" or not character.isprintable() for character in text):
+        detail = f"systemd starts no program whose path has a quote, a backslash or a control character, as {text!r}"
+        raise Fatal(Exit.CONFIG, f"{detail}: install Postroom elsewhere")
+    text = text.replace("%", "%%")
     return f'"{text}"' if any(character.isspace() for character in text) else text
 
 

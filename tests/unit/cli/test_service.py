@@ -46,11 +46,18 @@ def test_a_users_units_lie_below_the_users_config(prefix: Path) -> None:
     [
         ("/opt/post room/bin/postroom", '"/opt/post room/bin/postroom"'),
         ("/opt/100%/bin/postroom", "/opt/100%%/bin/postroom"),
-        ("/opt/$a/bin/postroom", "/opt/$$a/bin/postroom"),
+        ("/opt/$a/bin/postroom", "/opt/$a/bin/postroom"),
     ],
 )
 def test_a_path_that_systemd_would_misread_is_escaped(path: str, written: str) -> None:
     assert service.escaped(Path(path)) == written
+
+
+@pytest.mark.parametrize("name", ["o'brien", 'a"b', "a\\b", "a\tb", "a\nb"])
+def test_a_path_that_systemd_starts_in_no_form_is_refused(name: str) -> None:
+    with pytest.raises(Fatal, match="systemd starts no program whose path has a quote") as refused:
+        service.escaped(Path("/opt") / name / "bin/postroom")
+    assert refused.value.exit_code == Exit.CONFIG
 
 
 @pytest.mark.parametrize("path", ["/root/postroom", "/home/ada/venv", "/run/user/1000/venv"])
