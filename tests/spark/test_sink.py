@@ -158,6 +158,21 @@ def test_an_id_sent_through_two_hosts_is_accepted_once(spark: SparkSession, post
         write(changed, post, socket=str(post.other_socket), namespace=post.namespace, wait="accepted")
 
 
+def test_a_conflict_that_the_broker_finds_is_one_to_a_later_attempt_too(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    """To the daemon that sent it, a message that died of it is no other message under its id, but the same."""
+    post.open_other()
+    write(spark.range(3).selectExpr("id AS order_id", "'new' AS state"), post, wait="accepted")
+    changed = spark.range(3).selectExpr("id AS order_id", "if(id = 1, 'changed', 'new') AS state")
+    options = {"socket": str(post.other_socket), "on_conflict": str(tmp_path), "wait": "accepted"}
+    for _ in range(2):
+        write(changed, post, **options)
+    first, again = [json.loads(file.read_text()) for file in sorted(tmp_path.iterdir())]
+    assert first["key"] == again["key"] == {"order_id": "1"}
+    assert (first["code"], first["detail"]) == (again["code"], again["detail"])
+
+
 def test_a_write_that_cannot_work_is_refused_before_a_row_is_sent(spark: SparkSession, post: PostOffice) -> None:
     rows = spark.range(3).selectExpr("id AS order_id")
     with pytest.raises(AnalysisException, match="set the option `id`"):

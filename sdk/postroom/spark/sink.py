@@ -303,14 +303,18 @@ class _Task:
                             self._room.release()
                     elif (problem := result.problem) is not None:
                         self._room.release()
-                        # an id with other content, or a row that was refused, or retired before
+                        # an id with other content, or a row that was refused, or retired before; one that died when an
+                        # earlier attempt or run sent it is told as it was then
+                        died = problem.reason
+                        code = problem.code if died is None else died.partition(":")[0]
+                        is_other = died is not None or (problem.conflict or "").endswith("mismatch")
                         self._problem(
                             RowProblem(
                                 row.key,
                                 row.request.client_message_id or "",
-                                problem.code == _REUSED and (problem.conflict or "").endswith("mismatch"),
-                                problem.code,
-                                problem.detail,
+                                code == _REUSED and is_other,
+                                code,
+                                died or problem.detail,
                                 since=problem.since,
                                 destination=problem.destination,
                             )
