@@ -282,14 +282,15 @@ def export(
         ),
     ] = None,
     filters: Filters,
+    as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Write every row as a line of JSON: for audits and spreadsheets. Never payloads."""
+    """Write every row as a line of JSON, also without --json: for audits and spreadsheets. Never payloads."""
     query = filters.query()
 
     def write(client: Client, stream: TextIO | None) -> int:
         count = 0
-        with progress() as show:
+        with progress(as_json=as_json) as show:
             for row in client.export(query):
                 json_line(row, stream)
                 count += 1

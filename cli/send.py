@@ -100,12 +100,12 @@ def send(
         raise Fatal(Exit.USAGE, "give one of BODY, `-` (a message per line of standard input), --file and --body-file")
     source = Path("-") if body == "-" else file
     if source is None:
-        _refuse_options(id_prefix=id_prefix, errors=errors)
+        _refuse_options("many lines", "one message", id_prefix=id_prefix, errors=errors)
         patience = (_WAIT_SECONDS if timeout is None else timeout) if wait else None
         content = read_source(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
         send_one(socket, _destination(to), content, common._asdict(), client_message_id, wait=patience, as_json=as_json)
         return
-    _refuse_options(id=client_message_id, wait=wait or None)
+    _refuse_options("one message", "many lines", id=client_message_id, wait=wait or None)
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
     if ndjson and (to is not None or common != Common()):
         raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
@@ -132,13 +132,10 @@ def _check_prefix(prefix: str | None) -> None:
         )
 
 
-def _refuse_options(**options: object) -> None:
-    """Refuse options that would be overlooked, since they are for a single message, or for lines, only."""
+def _refuse_options(meant: str, sent: str, **options: object) -> None:
+    """Refuse options that would be overlooked, since they are `meant` for something else than what is `sent`."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
-        raise Fatal(
-            Exit.USAGE,
-            f"{given[0]} cannot be used here: omit it, since it is only for one message, or for many lines",
-        )
+        raise Fatal(Exit.USAGE, f"{given[0]} is for {meant}: omit it to send {sent}")
 
 
 class Source:

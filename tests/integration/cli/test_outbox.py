@@ -157,6 +157,7 @@ def test_export_writes_every_row(sent: Terminal, tmp_path: Path) -> None:
     file = tmp_path / "rows"
     assert "3 rows exported" in sent.run("outbox", "export", "--output", file).err
     assert [json.loads(line)["client_message_id"] for line in file.read_text().splitlines()] == ["a", "b", "c"]
+    assert sent.run("outbox", "export", "--json").out == file.read_text()
     assert sent.run("outbox", "export", "--status", "dead").out == ""
     refused = sent.run("outbox", "export", "--output", file)
     assert refused.code == 74

@@ -112,6 +112,18 @@ def test_a_prefix_that_begins_no_id_is_refused_before_a_line_is_read(
     assert rows(daemon) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-", "--id", "a"], "--id is for one message: omit it to send many lines"),
+        (["hello", "--id-prefix", "a"], "--id-prefix is for many lines: omit it to send one message"),
+    ],
+)
+def test_an_option_that_would_be_overlooked_is_refused(terminal: Terminal, words: list[str], sentence: str) -> None:
+    refused = terminal.run("send", "topic:orders", *words, stdin="one\n")
+    assert (refused.code, refused.err) == (2, f"postroom: {sentence}\n")
+
+
 def test_a_run_with_an_id_prefix_can_be_repeated(terminal: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     file.write_text("".join(f"line {n}\n" for n in range(5000)))
