@@ -23,7 +23,7 @@ from postroom._wire.accept import DEDUPE_MODES, DedupeFeature, Features
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
-from postroom.chassis.ownership import replace_private
+from postroom.chassis.ownership import read_regular, replace_private
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ class KeptFeatures:
     def load(self) -> Features | None:
         """Return what was kept, or None without a usable file; a damaged one is logged and replaced later."""
         try:
-            features = msgspec.json.decode(self._file.read_bytes(), type=Features)
+            features = msgspec.json.decode(read_regular(self._file)[0], type=Features)
             max_age_hours(features, None)
         except FileNotFoundError:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from broker_client.features import HOUR, KeptFeatures, assumed_max_age_hours, max_age_hours
@@ -92,6 +94,14 @@ def test_a_damaged_file_of_features_counts_as_none(tmp_path, content):
     KeptFeatures(tmp_path).save(features(30))
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
+    assert KeptFeatures(tmp_path).load() is None
+
+
+def test_a_fifo_in_the_place_of_the_file_holds_up_no_start(tmp_path):
+    KeptFeatures(tmp_path).save(features(30))
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    os.mkfifo(file)
     assert KeptFeatures(tmp_path).load() is None
 
 
