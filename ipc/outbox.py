@@ -22,6 +22,7 @@ from postroom._wire.operations import (
     AbortRequest,
     BackupRequest,
     BulkRequest,
+    ExportQuery,
     ListQuery,
     PruneRequest,
     PruneResult,
@@ -56,9 +57,9 @@ class OutboxRoutes:
 
     async def export(self, request: Request) -> web.StreamResponse:
         """Stream every row that matches the query, a JSON object a line, never a payload."""
-        query = decode_query(request, ListQuery)
+        query = decode_query(request, ExportQuery)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
-        page = await self._outbox.list_rows(_filter(query), query.cursor, MAX_PAGE)
+        page = await self._outbox.list_rows(_filter(query), None, MAX_PAGE)
         await response.prepare(request)
         await response.write(_encode_lines(page.rows))
         while page.next_cursor is not None:
@@ -216,7 +217,7 @@ def _id(request: Request) -> str:
     return check_client_message_id(request.params["id"], "id")
 
 
-def _filter(query: ListQuery) -> RowFilter:
+def _filter(query: ListQuery | ExportQuery) -> RowFilter:
     check_destination(query.destination)
     return msgspec.convert(query, RowFilter, from_attributes=True)
 

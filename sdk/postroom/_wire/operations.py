@@ -1,6 +1,7 @@
 """An operator's requests to a daemon: bodies, queries of the outbox and relay routes (docs/contract/send.md#send-14).
 
     GET  /v1/outbox                 ListQuery       → OutboxPage
+    GET  /v1/outbox/export          ExportQuery     → OutboxRow, one a line
     GET  /v1/outbox/{id}                            → RowChain
     POST /v1/outbox/{id}/<verb>     its `body`      → OutboxRow; of a requeue, the successor
     POST /v1/outbox/<verb>          BulkRequest     → BulkResult
@@ -57,6 +58,10 @@ class ListQuery(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defa
 
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+
+
+class ExportQuery(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/outbox/export`, which answers with every row at once."""
 
 
 class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

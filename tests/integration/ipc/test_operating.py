@@ -71,6 +71,9 @@ async def test_an_export_streams_every_row(room: Any) -> None:
     await send(room, *"abc")
     reply = await room.request("GET", "/v1/outbox/export?status=pending")
     assert [row["client_message_id"] for row in reply.lines] == list("abc")
+    for page in ("limit=1", "cursor=1"):  # it has none
+        refused = await room.request("GET", f"/v1/outbox/export?{page}")
+        assert (refused.status, refused.json["field"]) == (400, page.partition("=")[0])
 
 
 async def test_a_dead_row_is_requeued_patched_and_its_chain_is_shown(room: Any) -> None:
