@@ -14,7 +14,7 @@ import typer
 
 from cli import completion
 from cli.connect import with_broker, with_daemon
-from cli.noun import Config, Json, Reason, Socket, TokenFile, Url, noun, rate
+from cli.noun import Config, Json, Reason, Socket, Url, noun, rate
 from cli.output import fields, json_line, line, note, reason_or_ask, show_findings, table
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal, Finding
@@ -160,7 +160,21 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
 
 
 @brokers.command()
-def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+def features(
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            envvar=["POSTROOM_BROKER_TOKEN_FILE", "POSTROOM_ADMIN_TOKEN_FILE"],  # an administrator's has no features
+            help="The file with the token of a member.",
+            readable=False,
+            metavar="FILE",
+        ),
+    ] = None,
+) -> None:
     """Show what a running broker supports, and the member that the token belongs to."""
     answer = with_broker(url, token_file, lambda client: client.features())
     if as_json:

@@ -171,6 +171,8 @@ async def test_a_members_token_implies_its_mesh(mailroom: Mailroom) -> None:
     features = await user.as_member("broker", "features")
     assert "alice" in features.out
     assert (await user.as_member("broker", "features", "--json")).json[0]["mesh"] == "demo"
+    user.member.environment["POSTROOM_ADMIN_TOKEN_FILE"] = user.admin.environment["POSTROOM_ADMIN_TOKEN_FILE"]
+    assert (await user.as_member("broker", "features")).out == features.out  # as with the variables of `postroom up`
     asked = await user.run("topic", "list")
     assert asked.code == 2
     assert "--mesh" in asked.sentence()
