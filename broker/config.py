@@ -16,6 +16,7 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
 PREFIX: Final = "POSTROOM_BROKER_"
+_SHARED: Final = {f"POSTROOM_{name}": name for name in ("DATABASE_URL", "REDIS_URL", "NATS_URL")}  # by `postroom up`
 
 
 class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +137,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> BrokerConfig:
     """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
-    config = load(BrokerConfig, file, prefix=PREFIX, environ=environ)
+    config = load(BrokerConfig, file, prefix=PREFIX, environ=environ, shared=_SHARED if file is None else None)
     retention = config.retention
     if retention.mode == "retention_scoped" and retention.message_days > retention.dedupe_days:
         raise Fatal(

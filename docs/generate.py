@@ -93,8 +93,8 @@ One TOML file per process, given with `--config`. A dotted key is a table and a 
 `max_bytes` under `[outbox]`. The variable of a setting overrides the file; write a list there as comma-separated
 words. An unknown key, a misspelt variable, a wrong type or a value out of range is refused with its path, and the
 process exits with 78. The variables that `postroom up` writes (`POSTROOM_NATS_URL`, `POSTROOM_DATABASE_URL`,
-`POSTROOM_MESH`) are the defaults of an agent's and a worker's settings: a config file and
-an option override them.
+`POSTROOM_REDIS_URL`, `POSTROOM_MESH`) are the defaults of a broker's, a worker's and an agent's settings: a config
+file and an option override them.
 Paths may begin with `~` and contain variables such as `${{CREDENTIALS_DIRECTORY}}`. Keep secrets in files that only
 their reader may read.
 

@@ -35,6 +35,17 @@ def test_a_variable_overrides_the_file(tmp_path: Path) -> None:
     assert (config.redis_url, config.limiter.per_mesh) == ("redis://file", 2)
 
 
+def test_what_up_writes_is_the_default_where_no_file_says_otherwise(tmp_path: Path) -> None:
+    written = {"POSTROOM_DATABASE_URL": "postgresql://up", "POSTROOM_REDIS_URL": "redis://up"}
+    config = load_config(None, written)
+    assert (config.database_url, config.redis_url, config.nats) == ("postgresql://up", "redis://up", None)
+    config = load_config(None, {**written, **ENVIRON, "POSTROOM_NATS_URL": "nats://up"})
+    assert (config.database_url, config.nats and config.nats.url) == (ENVIRON[f"{PREFIX}DATABASE_URL"], "nats://up")
+    file = tmp_path / "broker.toml"
+    file.write_text('database_url = "postgresql://file"\n')
+    assert load_config(file, written).redis_url is None
+
+
 def test_the_urls_are_secrets() -> None:
     shown = {setting.path[0]: value for setting, value in effective(load_config(None, ENVIRON))}
 
