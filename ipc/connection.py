@@ -36,13 +36,12 @@ from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
 from postroom._wire.message import MAX_VALUES, json_fault, refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
-from postroom.chassis.routes import is_media
+from postroom.chassis.routes import is_media, problem_headers
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 SEND: Final = "/v1/send"
 JSON: Final = "application/json"
-MIN_RETRY_AFTER: Final = 1  # second: the header knows whole ones only
 _MAX_HEAD: Final = 4096  # bytes
 _HEAD: Final = re.compile(
     rb"(?:GET|POST|DELETE) [\x21-\x7e]+ HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)*\r\n"
@@ -456,10 +455,8 @@ def json_answer(value: Any, status: int = 200) -> Answer:
 
 
 def problem_answer(problem: Problem, headers: Mapping[str, str] | None = None, *, close: bool = False) -> Answer:
-    """Answer with `problem` (RFC 9457), and `Retry-After` where it has one; `close` ends the connection after it."""
-    lines = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-    if problem.retry_after is not None:
-        lines += f"Retry-After: {max(MIN_RETRY_AFTER, round(problem.retry_after))}\r\n"
+    """Answer with `problem` (RFC 9457), and with its headers; `close` ends the connection after it."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in {**(headers or {}), **problem_headers(problem)}.items())
     answer = Answer(problem.status, _encode(problem), PROBLEM_JSON, lines)
     if close:
         answer.force_close()

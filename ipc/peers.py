@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import socket
 import stat
@@ -47,6 +48,7 @@ _TOKEN_BYTES: Final = 32  # of randomness
 _MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not admit every caller
 _OTHERS: Final = 0o077  # the part of a mode that is not the owner's
 _LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOCAL_HOST: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]*)?", re.IGNORECASE).fullmatch  # with a port
 _TOKEN_PARAMETERS: Final = frozenset({"token", "access_token", "auth", "authorization", "api_key", "bearer"})
 _OWN_SITES: Final = frozenset({"same-origin", "none"})
 
@@ -187,7 +189,7 @@ class TcpGuard:
     def check(self, request: web.BaseRequest) -> None:
         """Raise `InvalidMessage` (400) or `NotPermitted` (401, 403) for a request that may not come in."""
         hosts = request.headers.getall(hdrs.HOST, [])
-        if len(hosts) != 1 or _host_name(f"//{hosts[0]}") not in _LOCAL_HOSTS:
+        if len(hosts) != 1 or not _LOCAL_HOST(hosts[0]):
             raise NotPermitted.of("foreign_host", "the Host must be localhost, 127.0.0.1 or [::1]")
         headers = request.headers
         sources = [value for name in (hdrs.ORIGIN, hdrs.REFERER) for value in headers.getall(name, [])]

@@ -136,11 +136,18 @@ def unforeseen(request: web.Request) -> Problem:
     return INTERNAL_ERROR
 
 
+def problem_headers(problem: Problem) -> dict[str, str]:
+    """Return what the head of an answer says of `problem` (RFC 9110): when to try again, and how to authenticate."""
+    headers = (
+        {} if problem.retry_after is None else {"Retry-After": str(max(1, round(problem.retry_after)))}
+    )  # whole seconds
+    return headers | ({"WWW-Authenticate": "Bearer"} if problem.status == HTTPStatus.UNAUTHORIZED else {})
+
+
 def problem_response(problem: Problem) -> web.Response:
-    """Answer with `problem` (RFC 9457), and `Retry-After` where it has one."""
-    headers = {} if problem.retry_after is None else {"Retry-After": str(max(1, round(problem.retry_after)))}
+    """Answer with `problem` (RFC 9457), and with its headers."""
     body = msgspec.json.encode(problem)
-    return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
+    return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=problem_headers(problem))
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

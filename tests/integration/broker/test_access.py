@@ -269,6 +269,7 @@ async def test_a_token_counts_only_as_a_bearer_token(broker: Any, scheme: str) -
     headers = {"Authorization": f"{scheme} {alice.token}"}
     async with broker.session.get(f"{broker.url}/v1/features", headers=headers) as answer:
         assert (answer.status, (await answer.json())["code"]) == (401, "missing_token")
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
 async def test_two_tokens_are_none(broker: Any) -> None:

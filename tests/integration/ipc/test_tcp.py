@@ -47,6 +47,7 @@ async def test_any_other_authorization_is_a_401(room: Any, token: str, field: st
     headers = {"Authorization": field.format(token=token)} if field else {}
     reply = await ask(room, **headers)
     assert (reply.status, reply.json["code"]) == (401, "unauthorized")
+    assert reply.headers["www-authenticate"] == "Bearer"
 
 
 async def test_two_tokens_are_none(room: Any, token: str) -> None:
@@ -73,7 +74,18 @@ async def test_the_host_may_name_this_machine(room: Any, token: str, host: str) 
     assert (await ask(room, Host=host, Authorization=f"Bearer {token}")).status == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "["])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil.example@localhost",
+        "localhost/x",
+        "",
+        "[",
+    ],
+)
 async def test_a_foreign_host_is_a_403(room: Any, token: str, host: str) -> None:
     assert (await ask(room, Host=host, Authorization=f"Bearer {token}")).status in (400, 403)
 
