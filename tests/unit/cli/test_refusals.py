@@ -70,6 +70,7 @@ ORDERS: Final = [
     "keep",
     "take",
     "upgrade",
+    "correct",
 ]
 NEXT: Final = re.compile(
     r"`[^`]+`|\(set "  # the command, or what is to be written
