@@ -312,15 +312,16 @@ async def test_a_delivery_whose_number_is_another_messages_is_published_again(
 async def test_a_delivery_reads_one_id_though_its_plan_was_made_when_there_were_none(accepting: Accepting) -> None:
     """A kept plan that joins by the mesh alone would read every id of it, for each delivery."""
     fetched = "SELECT idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'client_message_dedupe'"
+    wait = timedelta(minutes=1)
     async with accepting.pool.acquire() as connection:
         for count in (1, 100):
             await accepting.send(*({"to": "dm:alice", "body": str(number)} for number in range(count)))
             async with connection.transaction():
-                found = await connection.fetch(DELIVERIES.queries["claim_aggregates"], DELIVERIES.lowest, 10)
+                found = await connection.fetch(DELIVERIES.queries["claim_aggregates"], DELIVERIES.lowest, 10, wait)
                 mine = [row["aggregate"] for row in found]
                 (bounds,) = await connection.fetch(DELIVERIES.queries["horizon"], mine)
                 before = await connection.fetchval(fetched)
-                rows = await connection.fetch(DELIVERIES.queries["claim"], mine, 500, 2**20, *bounds)
+                rows = await connection.fetch(DELIVERIES.queries["claim"], mine, 500, 2**20, wait, *bounds)
                 assert await connection.fetchval(fetched) - before == len(rows)
     assert len(rows) == 1 + 100
 
@@ -332,6 +333,14 @@ def deliveries(accepting: Accepting) -> PostgresSource:
 async def claim_deliveries(accepting: Accepting) -> Sequence[Outgoing]:
     async with deliveries(accepting).claim(PublisherSettings()) as claim:
         return claim.messages
+
+
+async def test_a_delivery_that_a_clock_ahead_has_dated_is_claimed_once_that_is_right(accepting: Accepting) -> None:
+    (sent,) = await accepting.send({"to": "dm:bob", "body": "hello"})
+    query = "UPDATE mesh.delivery_queue SET next_attempt_at = now() + $2::interval WHERE broker_message_id = $1::uuid"
+    for ahead, due in ((timedelta(seconds=30), []), (timedelta(days=3650), [sent])):
+        await accepting.pool.execute(query, sent, ahead)
+        assert [str(message.key).partition(".")[0] for message in await claim_deliveries(accepting)] == due
 
 
 async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it_goes(

@@ -23,8 +23,8 @@ SELECT array_agg(mesh_id) AS meshes, array_agg(last_history_id) AS last_history_
 FROM mesh.history_horizon(ARRAY(SELECT DISTINCT mesh_id FROM mesh.member WHERE id = ANY ($1::integer[])));
 
 -- name: claim
--- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least), within the
--- horizon $4 to $6: beyond it a lower number may still be committed, which is to be published first. A row that was changed
+-- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least), where the
+-- longest wait is $4, within the horizon $5 to $7: beyond it a lower number may still be committed, which is to be published first. A row that was changed
 -- is behind the oldest transaction until that ends, and holds up what is behind it. Each row is looked up by itself, as in
 -- events.sql, and a message by all of its keys: its plan is often made while the tables are empty, and kept, and without one
 -- of them it would read the ids of the whole mesh for each message.
@@ -37,7 +37,7 @@ WITH oldest AS MATERIALIZED (
     WHERE published_at IS NULL AND delivery.recipient_id = claimed.recipient_id
     ORDER BY history_id LIMIT $2
   ) AS following
-  JOIN unnest($4::integer[], $5::bigint[], $6::xid[]) AS horizon (mesh_id, last_history_id, oldest) USING (mesh_id)
+  JOIN unnest($5::integer[], $6::bigint[], $7::xid[]) AS horizon (mesh_id, last_history_id, oldest) USING (mesh_id)
   WHERE history_id <= last_history_id AND age(written_by) NOT BETWEEN 0 AND coalesce(age(horizon.oldest), -1)
   ORDER BY history_id LIMIT $2
 ), locked AS MATERIALIZED (
@@ -46,7 +46,7 @@ WITH oldest AS MATERIALIZED (
     SELECT epoch, publish_attempts, recipient_id, mesh_id, history_id FROM mesh.delivery_queue AS delivery
     WHERE delivery.broker_message_id = oldest.broker_message_id AND delivery.recipient_id = oldest.recipient_id
       AND delivery.history_id = oldest.history_id
-      AND delivery.published_at IS NULL AND delivery.next_attempt_at <= now()
+      AND delivery.published_at IS NULL AND postroom.is_due(delivery.next_attempt_at, $4::interval)
     FOR UPDATE SKIP LOCKED
   ) AS delivery
 ), page AS (

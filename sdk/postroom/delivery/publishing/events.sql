@@ -15,7 +15,7 @@
 \set ended FALSE
 
 -- name: claim
--- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least). `place` counts within the
+-- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least); $4 is the longest wait. `place` counts within the
 -- aggregate: where a number is missing, a row is held by another publisher or not due, and nothing behind it may go. Each
 -- row is looked up by itself (LATERAL): after a quiet time the planner estimates that nothing is unpublished, and would join
 -- every row with every other.
@@ -35,7 +35,7 @@ SELECT event.id::text AS id, event.aggregate_id AS aggregate, oldest.place, even
 FROM oldest, LATERAL (
   SELECT * FROM postroom.outbox_events AS event
   WHERE event.id = oldest.id AND event.aggregate_id = oldest.aggregate_id AND event.position = oldest.position
-    AND event.published_at IS NULL AND event.next_attempt_at <= now()
+    AND event.published_at IS NULL AND postroom.is_due(event.next_attempt_at, $4::interval)
   FOR UPDATE SKIP LOCKED
 ) AS event
 WHERE oldest.bytes_before < $3

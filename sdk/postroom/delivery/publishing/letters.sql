@@ -16,10 +16,10 @@
 \set ended item.settled_at IS NOT NULL
 
 -- name: claim
--- The first $2 of the letters $1, of $3 bytes at most (one at least).
+-- The first $2 of the letters $1, of $3 bytes at most (one at least); $4 is the longest wait.
 WITH locked AS MATERIALIZED (
   SELECT id, letter_id, subject, letter, payload, epoch, publish_attempts FROM postroom.dead_letters
-  WHERE id = ANY ($1::bigint[]) AND published_at IS NULL AND settled_at IS NULL AND next_attempt_at <= now()
+  WHERE id = ANY ($1::bigint[]) AND published_at IS NULL AND settled_at IS NULL AND postroom.is_due(next_attempt_at, $4::interval)
   ORDER BY id LIMIT $2 FOR UPDATE SKIP LOCKED
 ), measured AS (
   SELECT locked.*, sum(octet_length(letter) + octet_length(payload)) OVER (ORDER BY id)

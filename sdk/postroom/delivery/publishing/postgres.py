@@ -180,7 +180,8 @@ class PostgresSource:
                 yield PostgresClaim(self, connection, (), more=False)
                 return
             await held.enter_async_context(connection.transaction())
-            found = await connection.fetch(queries["claim_aggregates"], self._after, limits.aggregates)
+            wait = timedelta(seconds=limits.most_seconds)
+            found = await connection.fetch(queries["claim_aggregates"], self._after, limits.aggregates, wait)
             more = len(found) == limits.aggregates
             self._after = found[-1]["aggregate"] if more else self.table.lowest
             mine = [row["aggregate"] for row in found if row["claimed"]]
@@ -188,7 +189,7 @@ class PostgresSource:
             if mine:
                 (bounds,) = await connection.fetch(queries["horizon"], mine) if "horizon" in queries else ((),)
                 # A statement of its own reads the rows: its snapshot is later than the locks and the horizon.
-                rows = await connection.fetch(queries["claim"], mine, limits.batch, limits.batch_bytes, *bounds)
+                rows = await connection.fetch(queries["claim"], mine, limits.batch, limits.batch_bytes, wait, *bounds)
             self._quiet = not found
             yield PostgresClaim(self, connection, [self.table.outgoing(row) for row in rows], more=more)
 

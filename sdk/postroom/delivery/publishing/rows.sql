@@ -15,7 +15,7 @@
 \set nowhere published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 
 -- name: claim_aggregates
--- The first $2 aggregates after $1 whose oldest unpublished row is due, and of each whether this transaction holds it now:
+-- The first $2 aggregates after $1 whose oldest unpublished row is due, where the longest wait is $3, and of each whether this transaction holds it now:
 -- the advisory lock is released with the transaction, after what it wrote can be seen. One index probe per aggregate,
 -- however long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for. Where
 -- there is something to publish, the transaction's commit does not wait for the disk, since a mark that a crash takes back
@@ -34,7 +34,7 @@ WITH RECURSIVE head AS (
     ORDER BY item.:aggregate, item.:place LIMIT 1
   ) AS following
 ), due AS MATERIALIZED (
-  SELECT aggregate FROM head WHERE next_attempt_at <= now() LIMIT $2
+  SELECT aggregate FROM head WHERE postroom.is_due(next_attempt_at, $3::interval) LIMIT $2
 )
 SELECT aggregate, pg_try_advisory_xact_lock(:lock) AS claimed,
   (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing,

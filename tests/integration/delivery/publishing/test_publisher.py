@@ -8,6 +8,7 @@ import os
 import signal
 from collections import defaultdict
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
@@ -21,6 +22,7 @@ from support.waiting import until, until_so
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
+from postroom.delivery.publishing.postgres import EVENTS, LETTERS
 from postroom.delivery.settings import PublisherSettings
 
 UNMARK = (
@@ -301,6 +303,30 @@ async def test_a_batch_with_one_message_that_the_stream_has_goes_message_by_mess
     assert (rows[0][0], [row[1] for row in rows]) == (first, [*range(1, 42)])
     assert await office.ids() == [row[0] for row in rows]
     assert (publisher.counters.published, publisher.counters.failed) == (42, 0)
+
+
+async def test_a_wait_that_a_clock_ahead_has_set_ends_with_the_longest_wait(office: Any) -> None:
+    await office.emit()
+    await office.bury("a")
+    for ahead, due in ((timedelta(seconds=30), 0), (timedelta(days=3650), 1), (timedelta(seconds=-1), 1)):
+        await office.pool.execute("UPDATE postroom.outbox_events SET next_attempt_at = now() + $1::interval", ahead)
+        await office.pool.execute("UPDATE postroom.dead_letters SET next_attempt_at = now() + $1::interval", ahead)
+        for table in (EVENTS, LETTERS):
+            async with office.source(table).claim(PublisherSettings(most_seconds=60)) as claim:
+                assert len(claim.messages) == due
+
+
+async def test_an_event_that_a_clock_ahead_has_dated_is_published_once_that_is_right(office: Any) -> None:
+    await office.add_stream()
+    ids = [await office.emit("ahead"), await office.emit()]
+    await office.pool.execute(
+        "UPDATE postroom.outbox_events SET occurred_at = now() + interval '10 years' WHERE aggregate_id = 'ahead'"
+    )
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+    assert sorted(await office.ids()) == sorted(ids)
+    assert await office.unpublished() == 0
 
 
 @pytest.mark.parametrize(
