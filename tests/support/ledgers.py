@@ -16,6 +16,11 @@ _RUN_OUT = (
     "UPDATE ledger.activity SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND id = $1",
     "UPDATE ledger.guid SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND activity_id = $1",
 )
+_SET_BACK = (
+    "UPDATE ledger.activity SET leased_until = leased_until + interval '10 years' WHERE id = $1",
+    "UPDATE ledger.guid SET leased_until = leased_until + interval '10 years' WHERE activity_id = $1",
+    "UPDATE ledger.request SET due_at = due_at + interval '10 years' WHERE activity_id = $1",
+)
 _PUBLISH = """
 WITH published AS (
   UPDATE postroom.outbox_events SET
@@ -86,6 +91,11 @@ class Jobs:
     async def end_leases(self, activity: UUID) -> None:
         """Let the leases of an activity and its messages have run out."""
         for query in _RUN_OUT:
+            await self.connection.execute(query, activity)
+
+    async def set_back(self, activity: UUID) -> None:
+        """Set back, by ten years, the clock by which an activity has its leases and requests."""
+        for query in _SET_BACK:
             await self.connection.execute(query, activity)
 
 

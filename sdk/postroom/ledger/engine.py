@@ -156,6 +156,7 @@ class Engine:
     async def ask_again(self) -> None:
         """Send some overdue requests again; one that was sent as often as it may be fails its activity."""
         pool = self._running.pool
+        await pool.execute(QUERIES["set_back"], self.flow.name, MOST_AT_ONCE)
         for request, activity in await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE):
             async with pool.acquire() as connection, connection.transaction():
                 await connection.execute(QUERIES["take_turn"], activity)

@@ -8,8 +8,8 @@ GROUP BY flow, context;
 
 -- name: is_leased
 -- Whether a worker has a lease on leg 1 of the activity $1, or on one of its messages.
-SELECT EXISTS (SELECT FROM ledger.activity WHERE id = $1 AND leased_until > clock_timestamp())
-  OR EXISTS (SELECT FROM ledger.guid WHERE activity_id = $1 AND leased_until > clock_timestamp());
+SELECT EXISTS (SELECT FROM ledger.activity WHERE id = $1 AND ledger.is_held(leased_until))
+  OR EXISTS (SELECT FROM ledger.guid WHERE activity_id = $1 AND ledger.is_held(leased_until));
 
 -- name: find_completed_job
 -- What the completion tasks of the job $1 get of it.
@@ -33,6 +33,15 @@ WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2;
 SELECT id, activity_id AS activity FROM ledger.request
 WHERE flow = $1 AND due_at <= now() AND NOT EXISTS (SELECT FROM ledger.set_aside WHERE request_id = request.id)
 ORDER BY due_at LIMIT $2;
+
+-- name: set_back
+-- The clock was set back: of the requests of the flow $1 whose answers are due last, at most $2, those that have more time than
+-- they were given have all of it from now on.
+UPDATE ledger.request AS request SET due_at = clock_timestamp() + request.timeout
+FROM (
+  SELECT id FROM ledger.request WHERE flow = $1 AND due_at IS NOT NULL ORDER BY due_at DESC LIMIT $2
+) AS latest
+WHERE request.id = latest.id AND request.due_at > clock_timestamp() + request.timeout;
 
 -- name: take_turn
 -- Takes the turn of the activity $1 until the end of the transaction.

@@ -189,6 +189,23 @@ async def test_a_lease_that_ran_out_commits_nothing_and_is_not_renewed(jobs: Job
     await renew(jobs.connection, taken_over.claim, LEASE)
 
 
+async def test_a_lease_that_a_clock_ahead_has_given_holds_nobody_off_once_that_is_set_back(jobs: Jobs) -> None:
+    start = await jobs.begin()
+    late = await enter_leg1(jobs.connection, start.root, LEASE)
+    await jobs.set_back(start.root)
+    leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
+    with pytest.raises(LeaseLost):
+        await complete_leg1(jobs.connection, late, asking())
+    await complete_leg1(jobs.connection, leg1, asking())
+    entry = await jobs.enter(start.root)
+    await jobs.set_back(start.root)
+    await renew(jobs.connection, entry.claim, LEASE)  # its worker lives
+    with pytest.raises(Held):
+        await jobs.enter(start.root)
+    await jobs.set_back(start.root)
+    assert (await jobs.enter(start.root)).attempt == 2
+
+
 async def test_a_lease_is_renewed_while_it_holds(jobs: Jobs) -> None:
     start = await jobs.asked()
     entry = await jobs.enter(start.root)

@@ -31,6 +31,10 @@ RETURN after / 1000000000000 >= before / 1000000000000
   AND after / 100000000 % 10 >= before / 100000000 % 10
   AND after % 100000000 >= before % 100000000;
 
+-- Whether a lease keeps others off: no longer than any may last (`jobs.lease_seconds`), whatever clock has given it.
+CREATE FUNCTION ledger.is_held(leased_until timestamptz) RETURNS boolean LANGUAGE sql STABLE
+RETURN leased_until > clock_timestamp() AND leased_until <= clock_timestamp() + interval '1 hour';
+
 -- The two kinds of ledgers. What their digits may say is checked here and not at the tables, since Postgres keeps the checks
 -- of a domain ready, and reads those of a table again for each statement: a third of the time that a step took.
 CREATE DOMAIN ledger.activity_ledger AS bigint
@@ -324,7 +328,7 @@ BEGIN
   WITH judged AS MATERIALIZED (
     SELECT activity.*, job.state, job.context, CASE
       WHEN job.state <> 'running' OR failed_at IS NOT NULL THEN 'inactive'
-      WHEN leased_until > clock_timestamp() THEN 'held'
+      WHEN ledger.is_held(leased_until) THEN 'held'
       WHEN ledger / 1000000000000 >= 999 THEN 'overflow'
       WHEN ledger.is_set(ledger, 100000000000) THEN 'duplicate'
       WHEN ledger / 1000000000000 - attempts_before >= enter_leg1.most_attempts THEN 'exhausted'
@@ -419,7 +423,7 @@ BEGIN
       WHEN job.state <> 'running'
         AND (job.state = 'closed' AND ledger.is_set(known.ledger, 100000000000)) IS NOT TRUE THEN 'inactive'
       WHEN NOT ledger.is_set(activity.ledger, 100000000000) THEN 'forbidden'
-      WHEN known.leased_until > clock_timestamp() THEN 'held'
+      WHEN ledger.is_held(known.leased_until) THEN 'held'
       WHEN known.ledger IS NULL AND activity.answers_taken >= activity.answers_due THEN 'duplicate'
       WHEN known.ledger IS NULL AND EXISTS (
         SELECT FROM ledger.request WHERE id = enter_leg2.request AND answered_by IS NOT NULL
