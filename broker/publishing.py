@@ -26,6 +26,7 @@ from postroom._wire.unpublished import (
     SourcePage,
     redriven,
 )
+from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
@@ -41,7 +42,6 @@ from postroom.delivery.publishing.postgres import (
     list_backlogs,
     list_dropped,
     list_failing,
-    now,
     redrive,
 )
 from postroom.errors import InvalidMessage, PostroomError

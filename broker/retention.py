@@ -3,7 +3,8 @@
 Any number of processes may run a `Sweeper`; an advisory lock in Postgres makes one of them the leader, and is released
 with its connection. A step deletes a bounded number of rows in one statement, a message with all that refers to it, so
 a sweep that is killed leaves no orphan. After each step it rests four times as long as the step took: under load, when
-steps take longer, it takes no more than a fifth of the time of one connection.
+steps take longer, it takes no more than a fifth of the time of one connection. While the clock of Postgres is in doubt,
+nothing is deleted.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
+from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, rest_since
 from postroom.delivery.durables import sweep_waiting
 from postroom.delivery.programs import sweep_minutes, sweep_programs
@@ -30,6 +32,7 @@ class Sweeper:
         self._database = database
         self._config = config
         self._metrics = metrics
+        self._clock = DatabaseClock()
 
     async def run(self) -> None:
         """Sweep for ever; a lost database ends a sweep, not the sweeper."""
@@ -47,7 +50,7 @@ class Sweeper:
                 return False
             try:
                 swept = True
-                while swept:
+                while swept and await self._clock.is_confirmed(connection):
                     started = time.monotonic()
                     messages, ids = await step(connection, self._config.sweep_rows, dedupe_life(self._config))
                     self._metrics.swept_rows.labels("message").inc(messages)
@@ -58,7 +61,9 @@ class Sweeper:
                     while await forget(connection, self._config.sweep_rows):
                         pass
                 kept = timedelta(days=self._config.message_days)
-                while await sweep_ended_rows(connection, self._config.sweep_rows, kept):
+                while await self._clock.is_confirmed(connection) and await sweep_ended_rows(
+                    connection, self._config.sweep_rows, kept
+                ):
                     pass
             finally:
                 await connection.reset()  # releases the lock, which the pool itself does not

@@ -22,6 +22,7 @@ from uuid import UUID
 import structlog
 
 from postroom._wire.sql import load_queries
+from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool
 from postroom.chassis.runtime import load_named
@@ -99,6 +100,7 @@ class Engine:
         self.flow = flow
         self._worker = worker or f"{socket.gethostname()[:64]}/{os.getpid()}"
         self._running = Running(pool=pool, flow=flow, lease=lease)
+        self._clock = DatabaseClock()
 
     def limit(self, most_bytes: int) -> None:
         """Limit the messages that go out: a step that makes a larger one fails, with that as the reason."""
@@ -154,10 +156,16 @@ class Engine:
         await self.fail(activity, error)
 
     async def ask_again(self) -> None:
-        """Send some overdue requests again; one that was sent as often as it may be fails its activity."""
+        """Send some overdue requests again; one that was sent as often as it may be fails its activity.
+
+        None is overdue while the clock of Postgres is in doubt.
+        """
         pool = self._running.pool
         await pool.execute(QUERIES["set_back"], self.flow.name, MOST_AT_ONCE)
-        for request, activity in await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE):
+        overdue = await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE)
+        if overdue and not await self._clock.is_confirmed(pool):
+            return
+        for request, activity in overdue:
             async with pool.acquire() as connection, connection.transaction():
                 await connection.execute(QUERIES["take_turn"], activity)
                 row = await connection.fetchrow(QUERIES["ask_again"], activity, request)

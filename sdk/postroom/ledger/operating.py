@@ -38,6 +38,7 @@ from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage,
 from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
 from postroom._wire.words import when
+from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since, uuid_of
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
@@ -347,13 +348,15 @@ def enter_leg2(activity: int) -> int:
 class JobRetention:
     """Removes jobs that ended more than `keep_days` ago: `run` it as a task, in any number of processes.
 
-    A sweep goes in slices, and rests after each four times as long as it took.
+    A sweep goes in slices, and rests after each four times as long as it took. None removes anything while the clock
+    of Postgres is in doubt.
     """
 
     def __init__(self, pool: Pool, keep_days: float) -> None:
         self.removed = 0
         self._pool = pool
         self._keep = timedelta(days=keep_days)
+        self._clock = DatabaseClock()
 
     async def run(self) -> None:
         """Sweep until cancelled; an outage of Postgres ends one sweep only."""
@@ -370,7 +373,7 @@ class JobRetention:
             return 0
         before = self.removed
         found = True
-        while found:
+        while found and await self._clock.is_confirmed(self._pool):
             found = False
             for name in _SLICES:
                 started = time.monotonic()

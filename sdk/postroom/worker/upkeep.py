@@ -15,6 +15,7 @@ import structlog
 
 from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
+from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.chassis.runtime import within
@@ -75,6 +76,7 @@ class Upkeep:
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, sources, record)
+        self._clock = DatabaseClock()
         self._keys = PostgresStore(pool)  # of all tenants, topics and groups; it exists where handlers created it
         self._durables: Sequence[Durable] = ()
         self._durables_at = -math.inf  # by the loop's clock
@@ -143,14 +145,19 @@ class Upkeep:
             link = await self._connected()
             await self._look(link)
         await self._work_queues.check(link, self._audit)
+        if await self._clock.is_confirmed(self._pool):
+            await self._forget()
+        if self._broker is not None:
+            meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
+            await know_meshes(self._pool, meshes)
+
+    async def _forget(self) -> None:
+        """Delete what is old: the record of what was published, and keys, which no other program of ours deletes."""
         await self._work_queues.prune()
         await self._record.prune()
         keep = self._config.once.keep_days
         if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):
-            _log.info("keys_forgotten", keys=forgotten)  # no other program of ours deletes them
-        if self._broker is not None:
-            meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
-            await know_meshes(self._pool, meshes)
+            _log.info("keys_forgotten", keys=forgotten)
 
     async def _connected(self) -> Link:
         """Return an open connection that listens."""

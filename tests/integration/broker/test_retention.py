@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
+from support.clocks import clock_ahead
 
 from broker.config import RetentionConfig
 from broker.database import QUERIES
@@ -110,6 +111,19 @@ async def test_a_sweep_goes_on_step_by_step_until_all_is_gone(
     assert (await counts())["client_message_dedupe"] == 0
     assert broker.metric("postroom_broker_swept_rows_total", kind="message") == 25
     assert broker.metric("postroom_broker_swept_rows_total", kind="id") == 25
+
+
+async def test_nothing_is_deleted_by_a_clock_that_is_ahead(
+    broker: Any, message: Message, counts: Counts, age: Age
+) -> None:
+    await broker.member("alice").send_one(message("id-1"))
+    await age(message_history=3650, client_message_dedupe=3650)
+    sweeper = Sweeper(broker.services.database, RetentionConfig(), broker.services.metrics)
+    sweeper._clock = clock_ahead()
+
+    before = await counts()
+    assert await sweeper.sweep()
+    assert await counts() == before
 
 
 async def test_one_broker_sweeps_and_the_lock_goes_with_its_connection(broker: Any, migrated: Any) -> None:

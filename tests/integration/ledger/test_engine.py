@@ -10,6 +10,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support.clocks import clock_ahead
 from support.ledgers import LEASE, Jobs
 from support.traces import TRACE, attributes, parent_of
 
@@ -327,6 +328,27 @@ async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(r
     await running.engine.ask_again()
     why = f"no answer to the request {request}, asked 2 times, each time for 60 s"
     assert await running.ended(start) == ("failed", why)
+
+
+async def test_a_request_is_not_overdue_by_a_clock_that_is_ahead_nor_for_longer_once_that_is_set_back(
+    running: Running,
+) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned")
+    ((request, _),) = await running.commands(start)
+    asked = "SELECT asked, extract(epoch FROM due_at - now())::float8 FROM ledger.request WHERE id = $1"
+    await running.jobs.connection.execute(OVERDUE, request)
+    running.engine._clock = clock_ahead()
+    await running.engine.ask_again()
+    assert (await running.jobs.connection.fetchrow(asked, request))[0] == 1
+
+    await running.jobs.connection.execute(
+        "UPDATE ledger.request SET due_at = now() + interval '10 years' WHERE id = $1", request
+    )
+    await running.engine.ask_again()
+    times, seconds = await running.jobs.connection.fetchrow(asked, request)
+    assert times == 1
+    assert 50 < seconds <= 60
 
 
 async def test_a_full_counter_fails_the_activity_visibly(running: Running) -> None:

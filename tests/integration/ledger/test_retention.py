@@ -10,6 +10,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
+from support.clocks import clock_ahead
 from support.ledgers import Jobs
 from support.waiting import until_so
 
@@ -94,6 +95,13 @@ async def test_a_job_goes_whole_after_its_time_and_not_before(jobs: Jobs, pool: 
     assert (await jobs.job(young.job))[0] == "completed"
     assert await rows(jobs) == {"job": 1, "activity": 3, "guid": 3, "request": 3, "operator_log": 0}
     assert await sweep(pool) == 0
+
+
+async def test_no_job_goes_by_a_clock_that_is_ahead(jobs: Jobs, pool: Pool) -> None:
+    await age(jobs, (await completed(jobs, 1)).job, 91)
+    retention = JobRetention(pool, 90)
+    retention._clock = clock_ahead()
+    assert await retention.sweep() == 0
 
 
 async def test_a_worker_keeps_jobs_for_as_long_as_its_config_says(

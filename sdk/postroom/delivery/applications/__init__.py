@@ -24,6 +24,7 @@ from postroom._wire.unpublished import (
     SourcePage,
     redriven,
 )
+from postroom.chassis.clock import now
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
 from postroom.delivery.publishing.postgres import (
@@ -35,7 +36,6 @@ from postroom.delivery.publishing.postgres import (
     list_backlogs,
     list_dropped,
     list_failing,
-    now,
     redrive,
 )
 from postroom.errors import NotFound, PostroomError

@@ -24,6 +24,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
+from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.grouped import Grouped
 from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, open_rooms, rest_since
 from postroom.claims import Claim, Ended, Outcome, State, Table
@@ -158,7 +159,8 @@ class InboxRetention:
 
     A message can come again for as long as its stream holds it (a consumer may be created again, or have been killed
     before it acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`).
-    So a row is deleted when it is older than both, and ended `keep_days` ago. Rows of messages that are waiting stay. A
+    So a row is deleted when it is older than both, and ended `keep_days` ago by a clock of Postgres
+    that is not in doubt. Rows of messages that are waiting stay. A
     sweep goes in slices, and rests after each four times as long as it took; any number of processes may sweep.
     """
 
@@ -169,6 +171,7 @@ class InboxRetention:
         self._stream = stream
         self._durable = durable
         self._settings = settings
+        self._clock = DatabaseClock()
 
     async def run(self) -> None:
         """Sweep until cancelled; an outage of Postgres or NATS ends one sweep only."""
@@ -185,6 +188,8 @@ class InboxRetention:
         oldest = await self._oldest()
         swept, rows = 0, self._settings.sweep_rows
         while True:
+            if not await self._clock.is_confirmed(self._pool):
+                return swept
             started = time.monotonic()
             keep = timedelta(days=self._settings.keep_days)
             deleted = int(await self._pool.fetchval(QUERIES["sweep"], self._durable, keep, oldest, rows))

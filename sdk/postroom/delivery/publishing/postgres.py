@@ -35,6 +35,7 @@ from postroom._wire.unpublished import (
     RefusedFilter,
     SourceBacklog,
 )
+from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
@@ -249,12 +250,6 @@ async def sources_of(pool: Pool, settings: RecordSettings | None = None) -> list
     has_broker = await pool.fetchval(DELIVERIES.queries["has_broker"])
     tables = TABLES if has_broker else (EVENTS, LETTERS)
     return [PostgresSource(pool, table, settings or RecordSettings()) for table in tables]
-
-
-async def now(database: Pool | Connection) -> datetime:
-    """Return the time of the database, by which it notes when something was published."""
-    moment: datetime = await database.fetchval(QUERIES["now"])
-    return moment
 
 
 async def all_marked(pool: Pool) -> bool:

@@ -28,6 +28,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom.chassis.clock import now
 from postroom.chassis.postgres import Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
@@ -43,7 +44,7 @@ from postroom.delivery.publishing.link import (
     read_holes,
     subject_pattern,
 )
-from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked, now
+from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked
 from postroom.delivery.settings import RecordSettings
 
 _log = structlog.get_logger(__name__)

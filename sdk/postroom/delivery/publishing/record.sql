@@ -1,7 +1,3 @@
--- name: now
--- The time of the database, from which the times of publishing are taken.
-SELECT clock_timestamp();
-
 -- name: wait_briefly
 -- Lets this transaction wait half a second for a lock: others wait behind it.
 SET LOCAL lock_timeout = '500ms';

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.clocks import clock_ahead
 from support.jetstream import Context
 
 from postroom.chassis.postgres import Pool, migrate
@@ -58,6 +59,13 @@ async def test_what_ended_long_ago_goes_and_what_waits_or_is_younger_or_anothers
 
     assert await retention(pool, context).sweep() == 2
     assert await left(pool) == {"young", "waiting", "anothers"}
+
+
+async def test_nothing_goes_by_a_clock_that_is_ahead(pool: Pool, context: Context) -> None:
+    await put(pool, "old", 31, "processed_at")
+    sweeper = retention(pool, context)
+    sweeper._clock = clock_ahead()
+    assert await sweeper.sweep() == 0
 
 
 async def test_a_sweep_goes_in_slices_until_nothing_is_left(pool: Pool, context: Context) -> None:

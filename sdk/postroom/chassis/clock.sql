@@ -1,0 +1,3 @@
+-- name: now
+-- The time of the database.
+SELECT clock_timestamp();
