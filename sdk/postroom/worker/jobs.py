@@ -197,7 +197,12 @@ class JobHandler:
         """Settle each delivery of `batch`, as soon as its steps are done."""
         meanings = [_read(delivery) for delivery in batch]
         requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
-        askers = await self._engine.find_askers(requests)
+        try:
+            askers = await self._engine.find_askers(requests)
+        except POSTGRES_ERRORS as error:
+            for delivery in batch:
+                await settle(delivery, _again(error, delivery))
+            return
         steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
         for ended in await asyncio.gather(*steps, return_exceptions=True):
             if ended is not None:  # after all have ended, so that one message does not fail the others
@@ -239,7 +244,6 @@ class JobHandler:
 
     async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
         """Run the steps that are due; a message that was delivered too often fails its activity: no job waits."""
-        pause = _PAUSES.seconds(delivery.attempt)
         try:
             if delivery.attempt > _MOST_DELIVERIES:
                 await self._engine.abandon(
@@ -252,13 +256,19 @@ class JobHandler:
                 else:
                     await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)
         except TryLater as later:
-            return Later(str(later), pause if later.seconds is None else later.seconds)
+            pause = _PAUSES.seconds(delivery.attempt) if later.seconds is None else later.seconds
+            return Later(str(later), pause)
         except REFUSED as error:
             return Dead("refused_by_postgres", f"Postgres cannot store the message: {error}")
         except POSTGRES_ERRORS as error:
-            return Later(f"{type(error).__name__}: {error}", pause)
+            return _again(error, delivery)
         self._emitted()
         return DONE
+
+
+def _again(error: Exception, delivery: Delivery) -> Later:
+    """Return what becomes of a message that Postgres cannot be asked about."""
+    return Later(f"{type(error).__name__}: {error}", _PAUSES.seconds(delivery.attempt))
 
 
 def _read(delivery: Delivery) -> Meaning | Dead:

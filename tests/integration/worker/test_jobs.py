@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -23,14 +24,17 @@ from support.waiting import until_so
 
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate, open_rooms
+from postroom.claims import Later, Outcome
+from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.flow import Context as FlowContext
 from postroom.flow import Flow
 from postroom.ledger import ROOMS
+from postroom.ledger.engine import Engine
 from postroom.ledger.primitives import Start, start_job
 from postroom.worker.config import JobSettings
-from postroom.worker.jobs import Jobs
+from postroom.worker.jobs import JobHandler, Jobs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 MODULES = f"{EXAMPLES}:{Path(__file__).parents[2] / 'support'}"
@@ -278,6 +282,26 @@ async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_bu
         await jobs.stop()
         await running
         await pool.close()
+
+
+async def test_what_postgres_cannot_be_asked_about_comes_again_with_the_reason(office: Office) -> None:
+    pool = await open_rooms(office.url, *ROOMS, name="test", connections=1)
+    await pool.close()
+    handler = JobHandler(Engine(pool, Flow("asking"), lease=timedelta(seconds=30)), asyncio.Semaphore(), lambda: None)
+    context, outcomes = office.context, list[Outcome]()
+    subjects = [context.subject, f"{context.name}.event.activity_spawned.v1"]
+    batch = [
+        Delivery(subject, b"{}", {"X-Causation-Id": str(uuid4())}, f"m-{number}", "S", number, 1, datetime.now(UTC))
+        for number, subject in enumerate(subjects)
+    ]
+
+    async def settle(_delivery: Delivery, outcome: Outcome) -> None:
+        outcomes.append(outcome)
+
+    await handler.handle(batch, settle)
+    assert [outcome.error for outcome in outcomes if isinstance(outcome, Later)] == [
+        "InterfaceError: pool is closed"
+    ] * 2
 
 
 async def _buried(context: Context, ids: set[str]) -> bool:
