@@ -84,6 +84,8 @@ class Administration:
         """`DELETE /v1/meshes/{mesh}`; 409 while a new mesh of its name would have something of it."""
         slug = request.match_info["mesh"]
         async with changing(self._database, request, "delete", "mesh", slug) as connection:
+            # An accept that waited for the mesh would hold its numbers, which go with it.
+            await connection.execute(QUERIES["accept_alone"], await _mesh_id(connection, slug))
             mesh_id = await _there("mesh", slug, connection, QUERIES["lock_mesh"], slug)
             (holds,) = await connection.fetch(QUERIES["mesh_holds"], mesh_id, slug)
             if holds["messages"]:
@@ -106,7 +108,7 @@ class Administration:
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
         async with changing(self._database, request, "create", "member", mesh, wanted.name) as connection:
-            mesh_id = await _mesh_id(connection, mesh)
+            mesh_id = await _hold_mesh(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
                 raise _exists("member", wanted.name, " (a revoked member keeps its name)")
@@ -123,7 +125,7 @@ class Administration:
         """`DELETE /v1/members/{mesh}/{name}`: its token is refused from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
-            mesh_id = await _mesh_id(connection, mesh)
+            mesh_id = await _hold_mesh(connection, mesh)
             await _there("member", name, connection, QUERIES["revoke_member"], mesh_id, name)
             await forget_daemons(connection, mesh, name)
         self._authentication.forget()
@@ -139,7 +141,7 @@ class Administration:
         _require_self_or_admin(request, name)
         token, verb = new_token(), "add-token" if keep else "rotate-token"
         async with changing(self._database, request, verb, "member", mesh, name) as connection:
-            mesh_id = await _mesh_id(connection, mesh)
+            mesh_id = await _hold_mesh(connection, mesh)
             query = QUERIES["add_token"] if keep else QUERIES["rotate_token"]
             role = await connection.fetchval(query, mesh_id, name, digest(token))
             if role is None:
@@ -157,7 +159,7 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         async with changing(self._database, request, "retire-token", "member", mesh, name) as connection:
-            if await connection.fetchval(QUERIES["retire_token"], await _mesh_id(connection, mesh), name) is None:
+            if await connection.fetchval(QUERIES["retire_token"], await _hold_mesh(connection, mesh), name) is None:
                 sentence = f"there is no member {name} with an old token in the mesh {mesh}: see `postroom member list`"
                 raise NotFound.of("no_old_token", sentence)
         self._authentication.forget()
@@ -176,7 +178,7 @@ class Administration:
             sentence = f"{principal.actor} is not a member: pass the member to subscribe (`member`)"
             raise NotPermitted.of("member_required", sentence)
         async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
-            topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
+            topic_id, member_id = await _hold_subscription(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
             if row is None:  # another request subscribed or unsubscribed the member at the same moment
                 sentence = "the subscription is being changed: try again"
@@ -198,7 +200,7 @@ class Administration:
         mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
         async with changing(self._database, request, "unsubscribe", "topic", mesh, topic, member) as connection:
-            topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
+            topic_id, member_id = await _hold_subscription(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of(
                     "not_subscribed",
@@ -234,7 +236,7 @@ class Destinations:
         wanted = await decode_body(request, self._kind.wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
         async with changing(self._database, request, "create", self._noun, mesh, name) as connection:
-            row = await connection.fetchrow(self._kind.create, await _mesh_id(connection, mesh), name)
+            row = await connection.fetchrow(self._kind.create, await _hold_mesh(connection, mesh), name)
             if row is None:
                 raise _exists(self._noun, name)
         return json_response(self._kind.thing(mesh=mesh, **row), 201)
@@ -252,7 +254,7 @@ class Destinations:
         """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
-            mesh_id = await _mesh_id(connection, mesh)
+            mesh_id = await _hold_mesh(connection, mesh)
             await _there(self._noun, name, connection, self._kind.delete, mesh_id, name)
         return web.Response(status=204)
 
@@ -269,7 +271,7 @@ class Operators:
         wanted = await decode_body(request, api.CreateOperator)
         token, may = new_token(), f"may {wanted.role} in {wanted.mesh or 'every mesh'}"
         async with changing(self._database, request, "create", "operator", wanted.name, outcome=may) as connection:
-            mesh_id = None if wanted.mesh is None else await _mesh_id(connection, wanted.mesh)
+            mesh_id = None if wanted.mesh is None else await _hold_mesh(connection, wanted.mesh)
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
                 raise _exists("operator", wanted.name, " (a revoked operator keeps its name)")
@@ -315,7 +317,7 @@ class Webhooks:
         await self._guard.check(wanted.url)
         secret = f"whsec_{secrets.token_urlsafe(32)}"
         async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
-            topic_id = await _topic_id(connection, mesh, topic)
+            topic_id = await _hold_topic(connection, mesh, topic)
             await _there("topic", topic, connection, QUERIES["lock_topic"], topic_id)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
             if row is None:
@@ -337,7 +339,7 @@ class Webhooks:
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
         async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
-            topic_id = await _topic_id(connection, mesh, topic)
+            topic_id = await _hold_topic(connection, mesh, topic)
             key = uuid_of(webhook)
             if key is None or not await connection.fetchval(QUERIES["delete_webhook"], topic_id, key):
                 why = f"the topic has no webhook {webhook[:64]!r}: `postroom topic webhook list {topic}` shows them"
@@ -377,9 +379,19 @@ async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
     return int(await _there("topic", topic, connection, QUERIES["find_topic"], await _mesh_id(connection, mesh), topic))
 
 
-async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
-    topic_id, mesh_id = await _topic_id(connection, mesh, topic), await _mesh_id(connection, mesh)
-    return topic_id, await _there("member", member, connection, QUERIES["find_active_member"], mesh_id, member)
+async def _hold_mesh(connection: Connection, slug: str) -> int:
+    """Return the id of a mesh that is to be changed, and keep it until the transaction ends, before anything it has."""
+    return int(await _there("mesh", slug, connection, QUERIES["hold_mesh"], slug))
+
+
+async def _hold_topic(connection: Connection, mesh: str, topic: str) -> int:
+    mesh_id = await _hold_mesh(connection, mesh)
+    return int(await _there("topic", topic, connection, QUERIES["hold_topic"], mesh_id, topic))
+
+
+async def _hold_subscription(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
+    topic_id, mesh_id = await _hold_topic(connection, mesh, topic), await _hold_mesh(connection, mesh)
+    return topic_id, await _there("member", member, connection, QUERIES["hold_member"], mesh_id, member)
 
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:

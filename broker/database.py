@@ -138,18 +138,20 @@ class Database:
 
 @asynccontextmanager
 async def unavailable_as_503() -> AsyncIterator[None]:
-    """Turn errors of Postgres into a retryable 503; no detail of the failure leaves the broker."""
+    """Turn errors of Postgres into a retryable 503; no detail of the failure leaves the broker, but its log has it."""
     try:
         yield
-    except (*UNREACHABLE, *_NOT_NOW) as error:
-        raise (
-            TryAgain.of(
-                "database_unavailable",
-                "the broker cannot reach its database: try again",
-                retryable=True,
-                retry_after=1.0,
-            )
-        ) from error
+    except UNREACHABLE as error:
+        raise _unavailable("the broker cannot reach its database: try again") from error
+    except _NOT_NOW as error:
+        _log.warning(
+            "postgres_refused", error=type(error).__name__, sqlstate=error.sqlstate
+        )  # its text may quote a row
+        raise _unavailable("the broker's database cannot do this now: try again") from error
+
+
+def _unavailable(sentence: str) -> TryAgain:
+    return TryAgain.of("database_unavailable", sentence, retryable=True, retry_after=1.0)
 
 
 async def check_version(connection: Connection) -> None:

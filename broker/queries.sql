@@ -211,6 +211,10 @@ DELETE FROM mesh.mesh WHERE id = $1;
 -- The id of a mesh.
 SELECT id FROM mesh.mesh WHERE slug = $1;
 
+-- name: hold_mesh
+-- The id of a mesh, which is not deleted before this transaction ends.
+SELECT id FROM mesh.mesh WHERE slug = $1 FOR KEY SHARE;
+
 -- name: create_member
 -- A member with the digest of its token; no row where the name is, or ever was, taken.
 INSERT INTO mesh.member (mesh_id, name, role, token_sha256) VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING id;
@@ -263,9 +267,13 @@ DELETE FROM mesh.topic WHERE mesh_id = $1 AND name = $2 RETURNING id;
 -- The id of a topic.
 SELECT id FROM mesh.topic WHERE mesh_id = $1 AND name = $2;
 
--- name: find_active_member
--- The id of a member that is not revoked.
-SELECT id FROM mesh.member WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL;
+-- name: hold_topic
+-- The id of a topic, which is not deleted before this transaction ends.
+SELECT id FROM mesh.topic WHERE mesh_id = $1 AND name = $2 FOR KEY SHARE;
+
+-- name: hold_member
+-- The id of a member that is not revoked, which is not deleted before this transaction ends.
+SELECT id FROM mesh.member WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL FOR KEY SHARE;
 
 -- name: subscribe
 -- A subscription, and whether it is new.

@@ -32,9 +32,12 @@ WHERE dedupe.mesh_id = ANY ($3) AND (
 
 -- name: keep_ended_rows
 -- Keep what the daemon of the member $2 of the mesh $1 on the host $3 reports of its rows $4: their ids, those of their
--- messages $5 and of their successors' messages $6, and the reports $7. An earlier report of the same row goes.
+-- messages $5 and of their successors' messages $6, and the reports $7. An earlier report of the same row goes. Nothing is kept
+-- where that member was deleted.
 INSERT INTO mesh.ended_row (mesh_id, member_id, host, row_id, client_message_id, successor, report)
-SELECT $1, $2, $3, ended.* FROM unnest($4::text[], $5::text[], $6::text[], $7::text[]) AS ended
+SELECT $1, reporting.id, $3, ended.*
+FROM (SELECT id FROM mesh.member WHERE id = $2 FOR KEY SHARE) AS reporting,
+  unnest($4::text[], $5::text[], $6::text[], $7::text[]) AS ended
 ON CONFLICT (row_id, member_id) DO UPDATE
 SET successor = excluded.successor, host = excluded.host, report = excluded.report, reported_at = excluded.reported_at;
 

@@ -94,6 +94,45 @@ async def test_a_member_that_asks_while_its_mesh_is_deleted_is_answered(
     assert (features.status, features.body["last_history_id"]) == (200, None)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/topics", {"mesh": "empty", "name": "news"}),
+        ("/v1/members", {"mesh": "empty", "name": "bob"}),
+        ("/v1/operators", {"mesh": "empty", "name": "looker", "role": "look"}),
+        ("/v1/topics/empty/orders/subscriptions", {"member": "alice"}),
+    ],
+    ids=lambda given: given.rpartition("/")[2] if isinstance(given, str) else "",
+)
+async def test_a_change_of_a_mesh_that_is_deleted_at_that_moment_finds_none(
+    broker: Any,
+    postgres: asyncpg.Connection[asyncpg.Record],
+    waiting_for_lock: Callable[[int], Awaitable[None]],
+    path: str,
+    body: dict[str, str],
+) -> None:
+    await broker.add_mesh("empty")
+    async with postgres.transaction():
+        await postgres.execute("DELETE FROM mesh.mesh WHERE slug = 'empty'")
+        asked = asyncio.create_task(broker.admin.post(path, body))
+        await waiting_for_lock(1)
+    answer = await asked
+    assert (answer.status, answer.code) == (404, "mesh_not_found")
+
+
+async def test_a_mesh_is_deleted_while_an_accept_has_its_numbers(
+    broker: Any, postgres: asyncpg.Connection[asyncpg.Record], waiting_for_lock: Callable[[int], Awaitable[None]]
+) -> None:
+    await broker.add_mesh("empty")
+    mesh = await postgres.fetchval("SELECT id FROM mesh.mesh WHERE slug = 'empty'")
+    async with postgres.transaction():
+        await postgres.execute("SELECT mesh.take_history_ids($1, 1)", mesh)
+        asked = asyncio.create_task(broker.admin.delete("/v1/meshes/empty"))
+        await waiting_for_lock(1)
+        await postgres.execute("SELECT FROM mesh.mesh WHERE id = $1 FOR KEY SHARE", mesh)
+    assert (await asked).status == 204
+
+
 async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_have_stays(
     broker: Any, postgres: asyncpg.Connection[asyncpg.Record]
 ) -> None:

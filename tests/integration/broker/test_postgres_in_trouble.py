@@ -115,6 +115,7 @@ async def test_a_lock_that_is_not_given_in_time_is_a_503(
             refused = await broker.admin.delete("/v1/meshes/demo")
 
     assert (refused.status, refused.code, refused.body["retryable"]) == (503, "database_unavailable", True)
+    assert refused.body["detail"] == "the broker's database cannot do this now: try again"
 
 
 @pytest.mark.parametrize("scarce", ["connections", "turns"])
