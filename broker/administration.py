@@ -18,14 +18,16 @@ from broker.authentication import (
     own_mesh,
 )
 from broker.database import QUERIES, Database
-from broker.operator import READ, WRITE, changing, missing
+from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Nats, changing, missing
 from broker.requests import decode_body
 from postroom._wire import administration as api
+from postroom._wire.dead_letters import LetterFilter
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Route, decode_query, json_response
+from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.programs import forget_daemons
-from postroom.errors import Conflict, NotFound, NotPermitted
+from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError
 
 MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
 
@@ -56,9 +58,10 @@ _KINDS: Final = {
 class Administration:
     """The handlers of the administration routes."""
 
-    def __init__(self, database: Database, authentication: Authentication) -> None:
+    def __init__(self, database: Database, authentication: Authentication, nats: Nats) -> None:
         self._database = database
         self._authentication = authentication
+        self._nats = nats
 
     async def whoami(self, request: web.Request) -> web.Response:
         """`GET /v1/whoami`."""
@@ -83,7 +86,10 @@ class Administration:
     async def delete_mesh(self, request: web.Request) -> web.Response:
         """`DELETE /v1/meshes/{mesh}`; 409 while a new mesh of its name would have something of it."""
         slug = request.match_info["mesh"]
-        async with changing(self._database, request, "delete", "mesh", slug) as connection:
+        async with (
+            self._nats.opened(PATIENCE) as (js, unread),
+            changing(self._database, request, "delete", "mesh", slug) as connection,
+        ):
             # An accept that waited for the mesh would hold its numbers, which go with it.
             await connection.execute(QUERIES["accept_alone"], await _mesh_id(connection, slug))
             mesh_id = await _there("mesh", slug, connection, QUERIES["lock_mesh"], slug)
@@ -91,9 +97,12 @@ class Administration:
             if holds["messages"]:
                 why = f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
                 raise Conflict.of("mesh_holds_messages", why)
-            if holds["letters"]:
+            letters = LetterOperations(connection, js, slug, actor=request[PRINCIPAL].actor)
+            if (await letters.page(LetterFilter(), limit=1))[0]:
                 why = f"the mesh {slug} still has dead letters: settle them first (`postroom dlq list --mesh {slug}`)"
                 raise Conflict.of("mesh_holds_letters", why)
+            if unread is not None and unread.code == NATS_UNREACHABLE:  # there may be more in their stream
+                raise PostroomError(unread)
             if holds["jobs"]:
                 why = f"the mesh {slug} still has jobs: delete it again once retention has deleted the last of them"
                 raise Conflict.of("mesh_holds_jobs", why)

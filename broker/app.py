@@ -97,12 +97,12 @@ def routes(services: Services) -> list[Route]:
     """Return the table: method, path, handler, who may call, what goes in and out."""
     accept = _Accept(services)
     control = _Control(services)
-    admin = Administration(services.database, services.authentication)
+    nats = Nats(services.config.nats)
+    admin = Administration(services.database, services.authentication, nats)
     operators = Operators(services.database, services.authentication)
     history = History(services.database, services.accepting.slices)
     webhooks = Webhooks(services.database, services.guard)
     jobs = Jobs(services.database)
-    nats = Nats(services.config.nats)
     letters = DeadLetters(services.database, nats)
     traces = Traces(services.database, nats)
     programs = Programs(services.database)
@@ -124,7 +124,7 @@ def routes(services: Services) -> list[Route]:
         Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_look",
               summary="List the meshes", answers={200: api.MeshList}, problems=READ),
         Route(method="DELETE", path="/v1/meshes/{mesh}", handler=admin.delete_mesh, access="broker_administer",
-              summary="Delete a mesh that has no messages", answers={204: None}, problems=WRITE),
+              summary="Delete a mesh that has no messages", answers={204: None}, problems=(*WRITE, 502)),
         Route(method="POST", path="/v1/operators", handler=operators.create_operator, access="broker_administer",
               summary="Create an operator, of one mesh or of all; its token is shown only once",
               body=api.CreateOperator, answers={201: api.OperatorToken}, problems=WRITE),

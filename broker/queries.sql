@@ -197,10 +197,9 @@ SELECT id FROM mesh.mesh WHERE slug = $1 FOR UPDATE;
 
 -- name: mesh_holds
 -- What the mesh $1 (by its name, $2) still has, which a new mesh of that name would have: messages or ids that are still
--- recognised, dead letters to be settled, jobs.
+-- recognised, jobs.
 SELECT
   EXISTS (SELECT FROM mesh.client_message_dedupe WHERE mesh_id = $1) AS messages,
-  EXISTS (SELECT FROM postroom.dead_letters WHERE context = $2 AND settled_at IS NULL) AS letters,
   EXISTS (SELECT FROM ledger.job WHERE context = $2) AS jobs;
 
 -- name: delete_mesh

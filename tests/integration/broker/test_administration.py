@@ -8,8 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 import asyncpg
+import msgspec
 import pytest
 from yarl import URL
+
+from postroom._wire.dead_letters import DeadLetter
 
 Message = Callable[..., dict[str, Any]]
 
@@ -141,7 +144,10 @@ async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_hav
     assert (await broker.admin.post("/v1/jobs", job)).status == 201
     await postgres.execute(
         "INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter, payload) "
-        "VALUES ('left', 'one', 'left.dlq.m', now(), '{}', '1')"
+        "VALUES ('left', 'one', 'left.dlq.m', now(), $1, '1')",
+        msgspec.json.encode(
+            DeadLetter(message_id="one", original_subject="m", reason="poison", attempts=1, consumer="billing")
+        ),
     )
 
     refused = await broker.admin.delete("/v1/meshes/left")

@@ -107,7 +107,8 @@ def broker(session_directory: Path, nats_server: EmbeddedNats, record: str) -> I
 @pytest.fixture
 def without_nats(short_directory: Path, record: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """A broker on that database, where nobody listens at the address of NATS."""
-    monkeypatch.setattr("broker.dead_letters.PATIENCE", 0.2)
+    for module in ("administration", "dead_letters"):
+        monkeypatch.setattr(f"broker.{module}.PATIENCE", 0.2)
     with operated_broker(short_directory, record, NatsSettings(url="nats://127.0.0.1:1")) as reach:
         yield reach
 
@@ -391,6 +392,21 @@ def test_without_nats_it_says_so(station: Station, without_nats: dict[str, str])
     assert outcome.code == 69
     assert "JetStream does not answer" in outcome.sentence()
     assert outcome.out == ""
+
+
+def test_a_mesh_with_letters_is_not_deleted_nor_one_that_may_have_some(
+    station: Station, without_nats: dict[str, str]
+) -> None:
+    station.user.run("mesh", "create", station.name)
+    station.bury("a")
+    refused = station.user.run("mesh", "delete", station.name, "--yes")
+    assert refused.code == 4
+    assert f"postroom dlq list --mesh {station.name}" in refused.sentence()
+    station.user.run("dlq", "drop", "--all", "--yes", "--reason", "a test")
+    refused = station.at(without_nats).run("mesh", "delete", station.name, "--yes")
+    assert refused.code == 69
+    assert "JetStream does not answer" in refused.sentence()
+    assert station.user.run("mesh", "delete", station.name, "--yes").code == 0
 
 
 def test_a_broker_that_knows_no_nats_shows_the_record_and_says_that_there_may_be_more(
