@@ -162,7 +162,7 @@ def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = Fals
     sources = unpublished.SOURCES
     listing(
         place.ask(lambda client: client.list_things(sources, query), lambda own: own.backlogs(context)).sources,
-        ("source", "waiting", "oldest", "failed before"),
+        ("source", "waiting", "oldest", "refused"),
         lambda one: (one.source, one.count, ago(one.oldest_at), one.failing),
         things="sources",
         as_json=as_json,

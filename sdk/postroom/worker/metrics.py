@@ -39,7 +39,7 @@ def of_publication(
     counters = {publisher.source.name: publisher.counters for publisher in publishers}
     working = {source: float(one.trouble is None) for source, one in counters.items()}
     ages = {source: _age(backlog.oldest_at) for source, backlog in backlogs.items()}
-    failing = "Waiting messages that failed before."
+    failing = "Waiting messages that JetStream has refused."
     requeued = "Messages that a stream lost and that are published again."
     families = [
         _counter("worker_published", "Messages that JetStream acknowledged.", "source", _pick(counters, "published")),

@@ -36,8 +36,14 @@ class Place(NamedTuple):
     duplicate: bool
 
 
+class Unanswered(str):
+    """Why JetStream has neither taken nor refused a message: a stream may have it."""
+
+    __slots__ = ()
+
+
 class Failed(NamedTuple):
-    """A message that no stream stored: why, and after how many seconds it may be tried again."""
+    """A message that no stream is known to have: why, and after how many seconds it may be tried again."""
 
     message: Outgoing
     error: str

@@ -33,7 +33,7 @@ from nats.js.api import RetentionPolicy, StreamInfo
 from postroom.chassis.runtime import within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
-from postroom.delivery.publishing import Outgoing, Place
+from postroom.delivery.publishing import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.errors import PostroomError
@@ -58,7 +58,7 @@ ADVISORIES: Final = "$JS.EVENT.ADVISORY.API"
 # The calls that remove messages from a stream, or may: their words before the stream's name.
 _TAKING: Final = (("STREAM", "PURGE"), ("STREAM", "MSG", "DELETE"), ("STREAM", "UPDATE"), ("STREAM", "RESTORE"))
 
-Result = Place | str  # where it is, or why no stream stored it
+Result = Place | str  # where it is, or why no stream is known to have it
 
 
 class StreamPicture(NamedTuple):
@@ -344,7 +344,9 @@ class Link:
         stream = self.streams.of(message.subject)
         if stream is None and self.streams.missing:
             names = ", ".join(sorted(self.streams.missing))
-            return f"no stream that JetStream lists has {message.subject}, and it cannot list {names} at the moment"
+            return Unanswered(
+                f"no stream that JetStream lists has {message.subject}, and it cannot list {names} at the moment"
+            )
         if stream is None:
             return f"no stream has the subject {message.subject}: declare one"
         lines = sum(len(name) + len(value.encode()) + _LINE_EXTRA for name, value in message.headers.items())
@@ -401,7 +403,7 @@ class Link:
                 try:
                     await self._client.publish(message.subject, message.body, reply=reply, headers=lines)
                 except Exception as error:  # noqa: BLE001 - after any error, this message and the rest are not sent
-                    batch.answer(max(index, 0), _failure(from_nats(error, "publishing").problem.detail))
+                    batch.answer(max(index, 0), _failure(Unanswered(from_nats(error, "publishing").problem.detail)))
                     await self._client.close()
                     break
             deadline = clock() + self._ack_seconds
@@ -416,7 +418,7 @@ class Link:
         for batch in self._batches:
             if batch.first <= number < batch.first + len(batch.answers):
                 # Without data it is the server's own answer: no subscriber has that subject.
-                missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
+                missing = _failure(Unanswered("no stream answers: it was deleted, or JetStream is unreachable"))
                 batch.answer(number - batch.first, _decode_ack(reply.data) if reply.data else missing)
 
 
@@ -440,9 +442,9 @@ def _recreated(answer: _Ack | None, stream: StreamPicture | None, given: Mapping
 
 def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:
     if answer is None:
-        return "JetStream did not acknowledge it"
+        return Unanswered("JetStream did not acknowledge it")
     if answer.error is not None:
         return answer.error.description
     if stream is None or answer.stream != stream.name:
-        return f"the stream {answer.stream} stored it, which did not exist before"
+        return Unanswered(f"the stream {answer.stream} stored it, which did not exist before")
     return Place(stream.name, stream.created_at, answer.seq, answer.duplicate)

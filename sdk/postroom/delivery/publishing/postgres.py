@@ -40,7 +40,7 @@ from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
 from postroom.delivery.message import history_message
-from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
+from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
 from postroom.delivery.publishing.link import Holes, subject_pattern
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
@@ -145,7 +145,8 @@ class PostgresClaim:
             await self._fetch("requeue", [row[0] for row in unsettled])
         if failed:
             messages, errors, seconds = zip(*failed, strict=True)
-            await self._fetch("mark_failed", [_key(one) for one in messages], list(errors), list(seconds))
+            refusals = [None if isinstance(error, Unanswered) else error for error in errors]
+            await self._fetch("mark_failed", [_key(one) for one in messages], refusals, list(seconds))
         return bool(unsure)
 
     async def _fetch(self, query: str, *values: Any) -> list[asyncpg.Record]:

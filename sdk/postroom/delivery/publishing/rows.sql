@@ -73,7 +73,8 @@ WITH placed AS MATERIALIZED (
 SELECT placed_key FROM holder WHERE same_stream;
 
 -- name: mark_failed
--- Counts an attempt of the rows $1: why it failed ($2), and in how many seconds the next one may be made ($3).
+-- Counts an attempt of the rows $1: why it was refused ($2; null: JetStream did not answer), and in how many seconds the next
+-- one may be made ($3).
 UPDATE :table AS item
 SET publish_attempts = publish_attempts + 1, publish_error = wanted.error,
   next_attempt_at = clock_timestamp() + wanted.seconds * interval '1 second'
@@ -81,8 +82,8 @@ FROM unnest($1::text[], $2::text[], $3::float8[]) AS wanted (key, error, seconds
 WHERE :is;
 
 -- name: backlog
--- What waits to be published in a context (null: in all), since when, and how much of it failed before.
-SELECT count(*) AS count, min(:since) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
+-- What waits to be published in a context (null: in all), since when, and how much of it JetStream has refused.
+SELECT count(*) AS count, min(:since) AS oldest_at, count(*) FILTER (WHERE publish_error IS NOT NULL) AS failing
 FROM :table AS item
 WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
 

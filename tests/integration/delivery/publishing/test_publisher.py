@@ -17,12 +17,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from support.jetstream import with_jetstream
 from support.traces import TRACE, attributes, parent_of
-from support.waiting import until, until_so
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
-from postroom.delivery.publishing.postgres import EVENTS, LETTERS
+from postroom.delivery.publishing.postgres import EVENTS, LETTERS, list_failing
 from postroom.delivery.settings import PublisherSettings
 
 UNMARK = (
@@ -240,7 +240,10 @@ async def test_a_server_that_stands_still_costs_no_event_and_repeats_none(
         assert server.process is not None
         os.kill(server.process.pid, signal.SIGSTOP)
         await office.emit_many(300, aggregates=5)
-        await until(lambda: publisher.counters.failed)
+        tried = "SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL AND publish_attempts > 0"
+        await until_so(lambda: office.pool.fetchval(tried))
+        assert (await list_failing(office.pool, EVENTS)).failing == []  # it has refused none, and may have them
+        assert (await office.source().backlog()).failing == 0
         os.kill(server.process.pid, signal.SIGCONT)
         await asyncio.wait_for(office.drained(), 30)
     assert await count(server, office) == 310
