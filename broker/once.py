@@ -68,17 +68,18 @@ class Keys:
 
                 async def effect(name: KeyName) -> KeyName:
                     scope = Scope(name.tenant, name.topic, name.key, name.group)
+                    if not asked.dry_run:
+                        async with connection.transaction(isolation="read_committed"):
+                            if await connection.fetch(_ONCE[verb], *scope.columns, actor, asked.reason):
+                                said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
+                                await keep_log(connection, actor, verb, KEYS.name, *scope.columns, **said)
+                                return name
                     row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
                     if row is None:
                         raise key_missing(str(scope))
                     if asked.dry_run:
                         return name
-                    async with connection.transaction(isolation="read_committed"):
-                        if not await connection.fetch(_ONCE[verb], *scope.columns, actor, asked.reason):
-                            raise key_held(str(scope), row["owner"], row["lease_until"])
-                        said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
-                        await keep_log(connection, actor, verb, KEYS.name, *scope.columns, **said)
-                    return name
+                    raise key_held(str(scope), row["owner"], row["lease_until"])
 
                 done, failed = await each(asked.filter.keys, effect, lambda name: name.key)
             return json_response(Result[KeyName](dry_run=asked.dry_run, done=done, failed=failed))

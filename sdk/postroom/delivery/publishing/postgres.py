@@ -347,8 +347,9 @@ async def redrive(
     for table in tables:
         bounds = wanted.since, until, wanted.stream, wanted.confirmed, None if dry_run else _STEP
         keys = [row[0] for row in await connection.fetch(table.queries["find_since"], *bounds)]
+        count = len(keys)
         if not dry_run:
-            await connection.execute(table.queries["requeue"], keys)
-            more |= len(keys) == _STEP
-        found.append(Redriven(table.name, len(keys)))
+            more |= count == _STEP
+            count = int((await connection.execute(table.queries["requeue"], keys)).rpartition(" ")[2])
+        found.append(Redriven(table.name, count))
     return found, more

@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from support.waiting import until
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
-from postroom.delivery.publishing.postgres import EVENTS, now, redrive
+from postroom.chassis.clock import now
+from postroom.delivery.publishing.postgres import EVENTS, redrive
 from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import RecordSettings
 
@@ -216,6 +217,25 @@ async def test_redriving_by_hand_counts_first_and_then_publishes_again(office: A
     assert await office.unpublished() == 10
     await publish(office, running, 0)
     assert sum(identity.endswith("/1") for identity in await office.ids()) == 10
+
+
+async def test_of_two_who_redrive_at_once_each_counts_what_it_has_done(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 3)
+    meant, until = PublishedFilter(since=datetime.now(UTC) - timedelta(hours=1)), await now(office.pool)
+
+    async def drive(connection: Any) -> int:
+        async with connection.transaction():
+            (one,), _ = await redrive(connection, meant, until=until, tables=[EVENTS])
+        return one.messages
+
+    async with office.pool.acquire() as connection, office.pool.acquire() as another:
+        async with connection.transaction():
+            first = await drive(connection)
+            second = asyncio.create_task(drive(another))
+            blocked = "SELECT cardinality(pg_blocking_pids($1))"
+            await until_so(lambda: office.pool.fetchval(blocked, another.get_server_pid()))
+        assert (first, await second) == (3, 0)
 
 
 @pytest.mark.parametrize("events", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
