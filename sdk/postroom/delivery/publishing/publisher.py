@@ -24,10 +24,12 @@ One case remains: a server that refuses one message for lack of space and then a
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
+import asyncpg
 import structlog
 
 from postroom._wire import spans
@@ -294,9 +296,11 @@ class Bell:
                         failures = 0
                         self.ring()
                         await lost.wait()
+                        _log.info("bell_not_heard", error="Postgres ended the connection")
                     finally:
-                        connection.remove_termination_listener(ended)
-                        await connection.remove_listener(CHANNEL, heard)
+                        with suppress(asyncpg.InterfaceError):  # it has ended, and its listeners with it
+                            connection.remove_termination_listener(ended)
+                            await connection.remove_listener(CHANNEL, heard)
             except POSTGRES_ERRORS as error:
                 _log.info("bell_not_heard", error=str(error) or type(error).__name__)
             failures += 1

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from support.waiting import until_so
+from structlog.testing import capture_logs
+from support.waiting import until, until_so
 
 from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
 from postroom.delivery.publishing.publisher import CHANNEL, Bell
@@ -136,6 +137,12 @@ async def test_a_bell_whose_connection_was_cut_listens_again_and_makes_up_for_wh
     office: Any, rung: Any
 ) -> None:
     await office.add_stream()
+    with capture_logs() as logged:
+        async with rung(office.publisher(PATIENT)):
+            before = await listening(office)
+            await office.pool.execute("SELECT pg_terminate_backend($1)", before)
+            await until(lambda: logged)
+    assert [line["error"] for line in logged] == ["Postgres ended the connection"]
     async with rung(office.publisher(PATIENT)):
         before = await listening(office)
         await office.pool.execute("SELECT pg_terminate_backend($1)", before)
