@@ -51,6 +51,7 @@ class Database:
         self.accepting = accepting
         self.reading = reading
         self.tokens = tokens
+        self.lack: str | None = None  # what Postgres lacked for the last batch, by its own words
         self._shares = Shares(_READING_CONNECTIONS)
         self._unrung: set[str] = set()
         self._ringing: asyncio.Task[None] | None = None

@@ -115,7 +115,10 @@ class Health:
         if trouble is not None:
             return BrokerHealth(status="unavailable", reasons=[trouble])
         await self._limiter.probe()
-        reason = self._limiter.degraded
-        if reason is None:
-            return BrokerHealth(status="ok", reasons=[])
-        return BrokerHealth(status="unavailable" if self._needs_redis else "degraded", reasons=[reason])
+        limited, lack = self._limiter.degraded, self._database.lack
+        reasons = [] if limited is None else [limited]
+        if lack is not None:  # it stays ready: only the next batch shows whether that is over
+            reasons.append(f"Postgres could not store the last batch: {lack}")
+        if limited is not None and self._needs_redis:
+            return BrokerHealth(status="unavailable", reasons=reasons)
+        return BrokerHealth(status="degraded" if reasons else "ok", reasons=reasons)

@@ -19,6 +19,7 @@ from itertools import accumulate, groupby
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
+import asyncpg
 import ulid
 from asyncpg.pgproto.pgproto import UUID
 
@@ -109,8 +110,8 @@ class AcceptStore:
 
     def __init__(self, database: Database, retention: RetentionConfig, ids: MessageIds) -> None:
         self.slices = Slices()
+        self._database = database
         self._pool = database.accepting
-        self._ring = database.ring
         self._ids = ids
         self._message_life = timedelta(days=retention.message_days)
         self._dedupe_life = dedupe_life(retention)
@@ -141,19 +142,31 @@ class AcceptStore:
         async with self._turn(sender.mesh_id), self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
             if not wanted():
                 raise Unwanted
-            if len(parts) == 1:
-                written = await self._write(connection, sender, parts[0])
-            else:
-                async with connection.transaction():
-                    await connection.execute(QUERIES["accept_alone"], sender.mesh_id)
-                    last = await connection.fetchval(QUERIES["take_history_ids"], sender.mesh_id, len(candidates))
-                    if last is None:  # the mesh was deleted, and its members' tokens with it
-                        raise TokenRevoked
-                    written = []
-                    for part in parts:
-                        written += await self._write(connection, sender, part, last)
-                        last += len(part)
-        self._ring(source for candidate in candidates for source in _SOURCES[candidate.checked.destination_kind])
+            try:
+                written = await self._write_all(connection, sender, parts)
+            except asyncpg.InsufficientResourcesError as error:
+                self._database.lack = str(error).partition("\n")[0]
+                raise
+        self._database.lack = None
+        self._database.ring(
+            source for candidate in candidates for source in _SOURCES[candidate.checked.destination_kind]
+        )
+        return written
+
+    async def _write_all(
+        self, connection: Connection, sender: Member, parts: Sequence[Sequence[Entry]]
+    ) -> list[Written]:
+        if len(parts) == 1:
+            return await self._write(connection, sender, parts[0])
+        written: list[Written] = []
+        async with connection.transaction():
+            await connection.execute(QUERIES["accept_alone"], sender.mesh_id)
+            last = await connection.fetchval(QUERIES["take_history_ids"], sender.mesh_id, sum(map(len, parts)))
+            if last is None:  # the mesh was deleted, and its members' tokens with it
+                raise TokenRevoked
+            for part in parts:
+                written += await self._write(connection, sender, part, last)
+                last += len(part)
         return written
 
     async def _write(

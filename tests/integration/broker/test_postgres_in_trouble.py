@@ -104,6 +104,27 @@ async def test_a_postgres_that_takes_no_writes_is_not_ready_and_keeps_nothing(
     assert (await broker.admin.get("/v1/topics", mesh="demo")).status == 200
 
 
+async def test_a_postgres_without_space_is_said_until_a_batch_is_stored(
+    broker: Any, database_url: str, message: Message
+) -> None:
+    owner = await asyncpg.connect(database_url)
+    await owner.execute(
+        "CREATE FUNCTION fill() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        "  RAISE SQLSTATE '53100' USING MESSAGE = 'could not extend file: No space left on device'; END $$;"
+        "CREATE TRIGGER full_disk BEFORE INSERT ON mesh.topic_message FOR EACH ROW EXECUTE FUNCTION fill()"
+    )
+    alice = broker.member("alice")
+    assert (await alice.send_one(message("id-1"))).problem.code == "outcome_unknown"
+    health = await broker.nobody.get("/ready")
+    assert (health.status, health.body["status"]) == (200, "degraded")
+    assert "No space left on device" in health.body["reasons"][0]
+
+    await owner.execute("DROP TRIGGER full_disk ON mesh.topic_message")
+    await owner.close()
+    assert (await alice.send_one(message("id-1"))).status == 201
+    assert (await broker.nobody.get("/health")).body["status"] == "ok"
+
+
 async def test_a_lock_that_is_not_given_in_time_is_a_503(
     migrated: Any, start_broker: Any, postgres: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
