@@ -3,13 +3,12 @@
 import base64
 from datetime import UTC, datetime
 from typing import Final
-from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
 
 from console.sessions import SESSION
-from console.views import ROWS, asked, mesh_of, page
+from console.views import ROWS, asked, mesh_of, page, story_of
 from postroom._wire.administration import HistoryMessage, MessageLines, MessagesQuery
 from postroom._wire.trees import grow
 from postroom.errors import InvalidMessage, NotFound, NotPermitted
@@ -40,12 +39,15 @@ async def show_messages(request: web.Request) -> web.Response:
 async def find(request: web.Request) -> web.Response:
     """`GET /find?id=`: a form without a script cannot make a path with the id in it."""
     wanted = request.query.get("id", "").strip()
-    raise web.HTTPSeeOther(f"/trace/{quote(wanted, safe='')}" if wanted else "/messages")
+    where = story_of(wanted) if wanted else "/messages"
+    if where == request.path_qs:
+        return await show_story(request)
+    raise web.HTTPSeeOther(where)
 
 
 async def show_story(request: web.Request) -> web.Response:
     """`GET /trace/{id}`: where it waits, its steps in time and as a tree, and the body for those who may read it."""
-    client, id_ = request[SESSION].client, request.match_info["id"]
+    client, id_ = request[SESSION].client, request.match_info.get("id") or request.query["id"]
     story = await client.trace(id_)
     steps = story.steps[:MOST_STEPS]
     times = [step.at for step in steps if step.at is not None]

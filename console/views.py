@@ -59,6 +59,11 @@ def with_query(**pairs: Any) -> str:
     return f"?{query}" if query else ""
 
 
+def story_of(id_: str) -> str:
+    """Return the address of the story of an id; browsers would resolve one that is a dot or two in a path."""
+    return f"/find{with_query(id=id_)}" if id_ in {".", ".."} else f"/trace/{quote(id_, safe='')}"
+
+
 _ENVIRONMENT: Final = Environment(
     loader=FileSystemLoader(_HERE / "templates"),
     autoescape=True,
@@ -73,6 +78,7 @@ _ENVIRONMENT.filters |= {
     "number": number,
     "counted": counted,
     "path": lambda text: quote(text, safe=""),
+    "story": story_of,
 }
 _ENVIRONMENT.globals |= {
     "home": HOME,

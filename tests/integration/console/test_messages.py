@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 import msgspec
@@ -67,6 +68,16 @@ async def test_the_story_says_what_happened_and_where_it_waits(office: Any, admi
     assert "from alice" in page.text
     assert "&#34;total&#34;: 42" in page.text
     assert (await admin.open("/find?id=")).path == "/messages"
+
+
+@pytest.mark.parametrize("id_", [".", "..", "~a.b:c-d"])
+async def test_a_story_is_reached_by_any_id_that_a_message_may_have(office: Any, admin: Any, id_: str) -> None:
+    await office.send(message(id_, body="odd"))
+    listed = await admin.open(f"/messages?mesh={office.mesh}")
+    (link,) = re.findall(rf'href="([^"]+)">{re.escape(id_)}</a>', listed.text)
+    for path in (html.unescape(link), f"/find?id={id_}"):
+        page = await admin.open(path)
+        assert (page.status, "from alice" in page.text, "odd" in page.text) == (200, True, True), path
 
 
 async def test_an_id_of_nothing_is_said_to_be_unknown(admin: Any) -> None:
