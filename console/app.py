@@ -3,7 +3,6 @@
 The rule is docs/contract/operate.md#operate-72.
 """
 
-import re
 from http import HTTPStatus
 from typing import Final
 
@@ -12,7 +11,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from console import messages, nouns, overview, repairs
 from console.config import ConsoleConfig
-from console.sessions import SESSION, Gate, Sessions, next_of
+from console.sessions import OWN_PATH, SESSION, Gate, Sessions, next_of, page_of
 from console.views import ACCESS, HOME, SESSIONS, STATIC, page, set_cookie
 from postroom.chassis.routes import Handler, Route, application, unforeseen
 from postroom.errors import NotFound, PostroomError
@@ -30,8 +29,6 @@ _HEADERS: Final = {
 }
 _FOR_EVER: Final = "public, max-age=31536000, immutable"
 _TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-
-_OWN_PATH: Final = re.compile(r"/(?![/\\])[!-~]*")
 
 
 async def show_login(request: web.Request) -> web.Response:
@@ -69,7 +66,7 @@ async def log_out(request: web.Request) -> web.Response:
 def _next(request: web.Request) -> str:
     """Return where the log-in leads, always a page of the console."""
     wanted = request.query.get("next", HOME)
-    return wanted if _OWN_PATH.fullmatch(wanted) else HOME
+    return wanted if OWN_PATH.fullmatch(wanted) else HOME
 
 
 ROUTES: Final = [
@@ -146,7 +143,7 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
         if problem.code == "invalid_token" and session is not None:
             await request.app[SESSIONS].end(session.key)
             raise web.HTTPSeeOther(f"/login{next_of(request)}") from error
-        return page(request, "problem.html", status=problem.status, sentence=problem.detail, code=problem.code)
+        return problem_page(request, problem.status, problem.detail, problem.code)
     except web.HTTPException as error:
         if error.status < HTTPStatus.BAD_REQUEST:
             raise
@@ -154,12 +151,18 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
         path = request.path[:200]
         sentence = f"there is no page {path}" if missing else f"{request.method} {path}: {error.reason}"
         code = HTTPStatus(error.status).name.lower()
-        return page(request, "problem.html", status=error.status, sentence=sentence, code=code)
+        return problem_page(request, error.status, sentence, code)
     except RequestPayloadError:  # nobody is there any more who could read a page
         raise
     except Exception:  # noqa: BLE001 - the last net, as of every program
         bug = unforeseen(request)
-        return page(request, "problem.html", status=bug.status, sentence=bug.detail, code=bug.code)
+        return problem_page(request, bug.status, bug.detail, bug.code)
+
+
+def problem_page(request: web.Request, status: int, sentence: str, code: str) -> web.Response:
+    """Say what went wrong, and link to the page where it did."""
+    back = HOME if code in {"not_found", "method_not_allowed"} else page_of(request)
+    return page(request, "problem.html", status=status, sentence=sentence, code=code, back=back)
 
 
 async def add_headers(_request: web.Request, answer: web.StreamResponse) -> None:

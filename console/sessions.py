@@ -7,6 +7,7 @@ logging out, with time, when the broker refuses its token, and with the process 
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from postroom.errors import InvalidMessage, NotPermitted, TryAgain
 ROLES: Final[tuple[str, ...]] = get_args(CallerRole)  # each may do what the one before may
 
 COOKIE: Final = "postroom_console"
+OWN_PATH: Final = re.compile(r"/(?![/\\])[!-~]*")
 MOST_SESSIONS: Final = 1000
 MOST_ATTEMPTS: Final = 10  # to log in, that fail, of one address in a minute
 _FORM: Final = "application/x-www-form-urlencoded"
@@ -201,7 +203,15 @@ class Gate:
             raise NotPermitted.of("stale_form", "the form is from before the last log-in: open the page again")
 
 
+def page_of(request: web.Request) -> str:
+    """Return the page that a request is for, or of a form the page that it was sent from."""
+    if request.method == "GET":
+        return request.path_qs
+    path = request.headers.get("Referer", "").removeprefix(request.headers.get("Origin", ""))
+    return path if OWN_PATH.fullmatch(path) else "/"
+
+
 def next_of(request: web.Request) -> str:
     """Return the query of the log-in page that leads back to the page of a request."""
-    back = request.method == "GET" and request.path not in ("/", "/login")
-    return f"?{urlencode({'next': request.path_qs})}" if back else ""
+    back = page_of(request)
+    return "" if back == "/" or back.startswith("/login") else f"?{urlencode({'next': back})}"

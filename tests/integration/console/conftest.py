@@ -64,7 +64,7 @@ class Browser:
         assert self.shown is not None
         given = {"form_key": self.shown.hidden.get("form_key", ""), **fields}
         data = [(name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value])]
-        headers = {"Origin": self.url if origin is None else origin}
+        headers = {"Origin": self.url if origin is None else origin, "Referer": self.url + self.shown.path}
         request = self.session.post(self.url + path, data=data, headers=headers, allow_redirects=follow)
         async with request as answer:
             self.shown = Page(answer.status, await answer.text(), answer.headers, answer.url.path_qs)

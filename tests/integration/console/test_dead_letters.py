@@ -164,6 +164,7 @@ async def test_a_form_that_means_nothing_is_refused(office: Any, admin: Any) -> 
         await admin.open("/dead_letters")
         page = await admin.submit("/repairs", mesh=office.mesh, **fields)
         assert (page.status, code in page.text) == (400, True)
+        assert '<a href="/dead_letters">Open the page again</a>' in page.text
 
 
 async def test_a_mesh_that_there_is_not_is_no_good_news(admin: Any) -> None:

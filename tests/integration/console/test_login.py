@@ -101,6 +101,18 @@ async def test_a_session_ends_when_it_is_not_used_and_when_its_time_is_over(
     assert (await browser.open("/messages")).path.startswith("/login")
 
 
+async def test_a_form_whose_session_has_ended_leads_back_to_its_page(
+    office: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser = await office.logged_in()
+    await browser.open(f"/dead_letters?mesh={office.mesh}")
+    begun = office.sessions._monotonic()
+    monkeypatch.setattr(office.sessions, "_monotonic", lambda: begun + 3601)
+    page = await browser.submit("/repairs", noun="/v1/dead_letters", verb="drop", all="yes", mesh=office.mesh)
+    page = await browser.submit(page.path, token=office.tokens["administrator"])
+    assert page.path == f"/dead_letters?mesh={office.mesh}"
+
+
 async def test_whose_token_the_broker_has_forgotten_has_to_log_in_again(office: Any) -> None:
     browser, admin = await office.logged_in("ada"), office.browse()
     headers = {"Authorization": f"Bearer {office.tokens['administrator']}"}
