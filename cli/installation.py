@@ -153,13 +153,15 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
         return place
     stack = Stack(layout.state)
     sight.processes = await _processes(stack, supervisor)
+    logs = {program.name: str(program.log_file) for program in stack.programs}
     for row in sight.processes:
         if row["state"] != "running":
-            help_ = (
-                f"postroom up --detach --state {shlex.quote(str(layout.state))}"
-                if supervisor is None
-                else "postroom doctor"
-            )
+            if supervisor is None:
+                help_ = f"postroom up --detach --state {shlex.quote(str(layout.state))}"
+            elif row["state"] == "stopped":  # which a doctor, who asks what runs, may not see
+                help_ = f"tail {shlex.quote(logs[row['process']])}"
+            else:
+                help_ = "postroom doctor"
             what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]
             sight.troubles.append(Trouble(row["process"], what, help_, "down"))
     if supervisor is None:
@@ -177,9 +179,9 @@ async def _processes(stack: Stack, supervisor: ProcessIdentity | None) -> list[d
     rows = [_row("up", supervisor, str(stack.layout.state))]
     rows += await asyncio.gather(*(_program(stack, program) for program in stack.programs))
     if rows[0]["state"] == "running":
-        for program, row in zip(stack.programs, rows[1:], strict=True):
+        for row in rows[1:]:
             if row["state"] == "stopped":
-                row["problem"] = f"it ended, and is started again; see {program.log_file}"
+                row["problem"] = "it ended, and is started again"
     return rows
 
 
@@ -203,16 +205,15 @@ async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
 async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = False) -> dict[str, Any]:
     """Wait for what to show; what to say instead where there is no answer in time, or an error for one.
 
-    That a broker does not answer is said in its own row, and says nothing of the servers that it was asked about.
+    That a broker does not answer, or cannot, is said in its own row, and says nothing of the servers that it was asked
+    about.
     """
     try:
         return await asyncio.wait_for(asked, _PROCESS_SECONDS)
-    except (TimeoutError, Unavailable) as error:
+    except (TimeoutError, PostroomError) as error:
         if of_the_broker:
             return {}
         return {"state": "silent"} if isinstance(error, TimeoutError) else {"state": "failing", "problem": str(error)}
-    except PostroomError as error:
-        return {"state": "failing", "problem": str(error)}
 
 
 async def _rows(stack: Stack) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.installation import Place, Sight, parse_status
+from cli.installation import Place, Sight, _answer, parse_status
 from cli.screen import Screen
 from postroom._wire.programs import Trouble
+from postroom.errors import TryAgain
 
 REACH = {"POSTROOM_BROKER_URL": "http://b", "POSTROOM_BROKER_TOKEN_FILE": "/t", "POSTROOM_STATE": "/s"}
 
@@ -44,3 +46,11 @@ def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) 
         "    d",
     ]
     assert capsys.readouterr().out == ""
+
+
+async def test_a_broker_that_cannot_answer_says_nothing_of_the_server_that_it_was_asked_about() -> None:
+    async def ask() -> dict[str, Any]:
+        raise TryAgain.of("database_unavailable", "the broker cannot reach its database: try again")
+
+    assert await _answer(ask(), of_the_broker=True) == {}
+    assert (await _answer(ask()))["state"] == "failing"
