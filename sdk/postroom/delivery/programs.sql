@@ -10,7 +10,7 @@ WITH alike AS MATERIALIZED (
 ), superseded AS (
   DELETE FROM postroom.programs AS old USING alike
   WHERE (old.kind, old.mesh, old.name, old.host, old.pid) = ($1, $2, $3, alike.host, alike.pid)
-    AND (alike.place >= 100 OR alike.host = $4 AND (alike.address = $6 OR alike.reported_at < now() - $9::interval))
+    AND (alike.place >= 100 OR alike.host = $4 AND (alike.address = $6 OR postroom.is_silent(alike.reported_at, $9::interval)))
 ), lazily AS MATERIALIZED (
   SELECT set_config('synchronous_commit', 'off', true)
 )
@@ -29,7 +29,7 @@ DELETE FROM postroom.programs WHERE kind = 'daemon' AND mesh = $1 AND ($2::text 
 
 -- name: list_programs
 -- The programs of the mesh $1, or all, with whether they have been silent for $2.
-SELECT kind, nullif(mesh, '') AS mesh, name, reported_at, reported_at < now() - $2::interval AS away, clock_seconds, report
+SELECT kind, nullif(mesh, '') AS mesh, name, reported_at, postroom.is_silent(reported_at, $2::interval) AS away, clock_seconds, report
 FROM postroom.programs WHERE $1::text IS NULL OR mesh = $1
 ORDER BY kind, mesh, name, host, pid LIMIT $3;
 
@@ -37,7 +37,7 @@ ORDER BY kind, mesh, name, host, pid LIMIT $3;
 -- Forgets up to $1 programs that have been silent for $2.
 WITH forgotten AS (
   DELETE FROM postroom.programs WHERE (kind, mesh, name, host, pid) IN (
-    SELECT kind, mesh, name, host, pid FROM postroom.programs WHERE reported_at < now() - $2::interval LIMIT $1
+    SELECT kind, mesh, name, host, pid FROM postroom.programs WHERE postroom.is_silent(reported_at, $2::interval) LIMIT $1
   )
   RETURNING 1
 )

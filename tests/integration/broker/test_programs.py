@@ -90,10 +90,11 @@ async def test_a_program_that_was_started_again_takes_its_own_place_and_no_other
     assert [name[2:] for name in await names(broker.admin)] == [("blue", 1), ("red", 4)]
 
 
-async def test_what_has_not_reported_for_three_intervals_is_away(broker: Any, postgres: Any) -> None:
+@pytest.mark.parametrize("since", [timedelta(seconds=31), timedelta(days=-3650)], ids=["silent", "under a clock ahead"])
+async def test_what_has_not_reported_for_three_intervals_is_away(broker: Any, postgres: Any, since: timedelta) -> None:
     await broker.member("alice").post(PATH, report())
     await broker.member("bob").post(PATH, report())
-    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - interval '31 s' WHERE name = 'bob'")
+    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - $1::interval WHERE name = 'bob'", since)
 
     listed = (await broker.admin.get(PATH)).body["programs"]
     assert [(one["name"], one.get("away", False)) for one in listed] == [("alice", False), ("bob", True)]

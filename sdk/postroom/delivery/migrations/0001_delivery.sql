@@ -405,6 +405,10 @@ CREATE TABLE postroom.programs (
   PRIMARY KEY (kind, mesh, name, host, pid)
 );
 
+-- Whether a program has not reported for so long, also where its last report was under a clock that was ahead.
+CREATE FUNCTION postroom.is_silent(reported_at timestamptz, so_long interval) RETURNS boolean LANGUAGE sql STABLE
+RETURN reported_at NOT BETWEEN now() - so_long AND now() + so_long;
+
 -- How much the counts of all reports grew in each minute, for operators who want to see the last hour; nothing else needs it.
 CREATE TABLE postroom.minute_counts (
   minute timestamptz NOT NULL,
