@@ -315,6 +315,21 @@ async def test_a_commit_within_the_block_is_refused(shop: str) -> None:
     assert (await handle(way, shop, request()))["order"] == 0
 
 
+async def test_a_key_that_was_taken_under_a_clock_ahead_is_free_once_that_is_right(shop: str) -> None:
+    (way,) = (each for each in WAYS if each.name == "asyncpg")
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        with pytest.raises(PostroomError):
+            async with inbox(connection, request()):
+                await connection.commit()
+    owner = await asyncpg.connect(owner_of(shop))
+    await owner.execute(
+        "UPDATE postroom_once.idempotency_keys SET begun_at = begun_at + interval '10 years', "
+        "lease_until = lease_until + interval '10 years'"
+    )
+    await owner.close()
+    assert (await handle(way, shop, request()))["order"] == 0
+
+
 async def test_a_key_that_a_registry_holds_is_left_to_it_and_its_result_is_the_same(shop: str) -> None:
     (way,) = (each for each in WAYS if each.name == "asyncpg")
     async with open_registry(owner_of(shop), group="billing") as registry:

@@ -60,7 +60,9 @@ BEGIN
   ON CONFLICT (tenant, topic, consumer_group, key) DO UPDATE
   SET state = 'PENDING', owner = excluded.owner, attempts = known.attempts + 1, begun_at = excluded.begun_at,
     lease_until = excluded.lease_until, settled_at = NULL
-  WHERE known.state = 'FAILED' OR known.state = 'PENDING' AND known.lease_until <= clock_timestamp()
+  WHERE known.state = 'FAILED' OR known.state = 'PENDING' AND (
+    known.lease_until <= clock_timestamp() OR known.begun_at > clock_timestamp() + interval '1 minute'  -- by a clock ahead
+  )
   RETURNING 'run', known.attempts, known.last_error INTO begin_handling.state, begin_handling.attempts, begin_handling.last_error;
   IF FOUND THEN
     RETURN;
