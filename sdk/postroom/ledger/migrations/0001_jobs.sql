@@ -31,8 +31,9 @@ RETURN after / 1000000000000 >= before / 1000000000000
   AND after / 100000000 % 10 >= before / 100000000 % 10
   AND after % 100000000 >= before % 100000000;
 
--- Whether a lease keeps others off: no longer than any may last (`jobs.lease_seconds`), whatever clock has given it.
-CREATE FUNCTION ledger.is_held(leased_until timestamptz) RETURNS boolean LANGUAGE sql STABLE
+-- Whether a lease keeps others off: no longer than any may last (`jobs.lease_seconds`), whatever clock has given it. Volatile,
+-- as the clock is, so that Postgres puts it into the statement.
+CREATE FUNCTION ledger.is_held(leased_until timestamptz) RETURNS boolean LANGUAGE sql VOLATILE
 RETURN leased_until > clock_timestamp() AND leased_until <= clock_timestamp() + interval '1 hour';
 
 -- The two kinds of ledgers. What their digits may say is checked here and not at the tables, since Postgres keeps the checks
