@@ -63,8 +63,8 @@ CREATE UNIQUE INDEX outbox_events_place ON postroom.outbox_events (stream, strea
 CREATE FUNCTION postroom.is_due(next_attempt_at timestamptz, longest_wait interval) RETURNS boolean LANGUAGE sql STABLE
 RETURN next_attempt_at <= now() OR next_attempt_at > now() + longest_wait;
 
--- Refuses an event that occurs more than a minute ahead (docs/contract/delivery.md#delivery-14). No CHECK: those are looked at in every change of a row, and where a clock that was
--- ahead has dated an event, nothing could note that it is published.
+-- Refuses an event that occurs more than a minute ahead (docs/contract/delivery.md#delivery-14). A CHECK would be looked at in
+-- every change of a row too: where a clock that was ahead has dated an event, nothing could note that it is published.
 CREATE FUNCTION postroom.refuse_future_event() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
   RAISE EXCEPTION 'FUTURE_EVENT: the event occurred at %, which is more than a minute ahead of %', NEW.occurred_at, now()

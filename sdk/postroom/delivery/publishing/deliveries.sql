@@ -24,10 +24,10 @@ FROM mesh.history_horizon(ARRAY(SELECT DISTINCT mesh_id FROM mesh.member WHERE i
 
 -- name: claim
 -- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least), where the
--- longest wait is $4, within the horizon $5 to $7: beyond it a lower number may still be committed, which is to be published first. A row that was changed
--- is behind the oldest transaction until that ends, and holds up what is behind it. Each row is looked up by itself, as in
--- events.sql, and a message by all of its keys: its plan is often made while the tables are empty, and kept, and without one
--- of them it would read the ids of the whole mesh for each message.
+-- longest wait is $4, within the horizon $5 to $7: beyond it a lower number may still be committed, which is to be published
+-- first. A row that was changed is behind the oldest transaction until that ends, and holds up what is behind it. Each row is
+-- looked up by itself, as in events.sql, and a message by all of its keys: its plan is often made while the tables are empty,
+-- and kept, and without one of them it would read the ids of the whole mesh for each message.
 WITH oldest AS MATERIALIZED (
   SELECT following.*
   FROM unnest($1::integer[]) AS claimed (recipient_id), LATERAL (

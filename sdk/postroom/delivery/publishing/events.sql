@@ -15,10 +15,10 @@
 \set ended FALSE
 
 -- name: claim
--- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least); $4 is the longest wait. `place` counts within the
--- aggregate: where a number is missing, a row is held by another publisher or not due, and nothing behind it may go. Each
--- row is looked up by itself (LATERAL): after a quiet time the planner estimates that nothing is unpublished, and would join
--- every row with every other.
+-- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least); $4 is the longest wait. `place`
+-- counts within the aggregate: where a number is missing, a row is held by another publisher or not due, and nothing behind
+-- it may go. Each row is looked up by itself (LATERAL): after a quiet time the planner estimates that nothing is unpublished,
+-- and would join every row with every other.
 WITH oldest AS MATERIALIZED (
   SELECT following.*, sum(bytes) OVER (ORDER BY position) - bytes AS bytes_before
   FROM unnest($1::text[]) AS claimed (aggregate_id), LATERAL (

@@ -15,12 +15,12 @@
 \set nowhere published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 
 -- name: claim_aggregates
--- The first $2 aggregates after $1 whose oldest unpublished row is due, where the longest wait is $3, and of each whether this transaction holds it now:
--- the advisory lock is released with the transaction, after what it wrote can be seen. One index probe per aggregate,
--- however long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for. Where
--- there is something to publish, the transaction's commit does not wait for the disk, since a mark that a crash takes back
--- is made again (docs/contract/delivery.md#delivery-16), and its statements, which look rows up by their keys, are not
--- planned each time.
+-- The first $2 aggregates after $1 whose oldest unpublished row is due, where the longest wait is $3, and of each whether this
+-- transaction holds it now: the advisory lock is released with the transaction, after what it wrote can be seen. One index
+-- probe per aggregate, however long its backlog. The other lock, which all publishers share, is what `await_marks`
+-- (record.sql) waits for. Where there is something to publish, the transaction's commit does not wait for the disk, since a
+-- mark that a crash takes back is made again (docs/contract/delivery.md#delivery-16), and its statements, which look rows up
+-- by their keys, are not planned each time.
 WITH RECURSIVE head AS (
   (
     SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
