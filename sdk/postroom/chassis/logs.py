@@ -60,6 +60,8 @@ def configure(level: str = "info") -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[LibraryHandler()], force=True)
+    # Its warning, with a traceback, is of an outage of Postgres, which every use of the pool meets and reports.
+    logging.getLogger("asyncpg.pool").setLevel(logging.ERROR)
     logging.captureWarnings(capture=True)
 
 

@@ -9,7 +9,6 @@ tries again.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -25,8 +24,6 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 
 _log = structlog.get_logger(__name__)
-# Its warning, with a traceback, is of an outage that every use of the pool meets and reports.
-logging.getLogger("asyncpg.pool").setLevel(logging.ERROR)
 
 _QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")
 

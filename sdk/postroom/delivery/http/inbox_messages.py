@@ -159,9 +159,9 @@ class InboxRetention:
 
     A message can come again for as long as its stream holds it (a consumer may be created again, or have been killed
     before it acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`).
-    So a row is deleted when it is older than both, and ended `keep_days` ago by a clock of Postgres
-    that is not in doubt. Rows of messages that are waiting stay. A
-    sweep goes in slices, and rests after each four times as long as it took; any number of processes may sweep.
+    So a row is deleted when it is older than both, and ended `keep_days` ago by a clock of Postgres that is not in
+    doubt. Rows of messages that are waiting stay. A sweep goes in slices, and rests after each four times as long as it
+    took; any number of processes may sweep.
     """
 
     def __init__(self, pool: Pool, js: JetStreamContext, *, stream: str, durable: str, settings: InboxSettings) -> None:
