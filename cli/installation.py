@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from cli.connect import read_token
-from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, Unavailable
+from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
@@ -205,15 +205,17 @@ async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
 async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = False) -> dict[str, Any]:
     """Wait for what to show; what to say instead where there is no answer in time, or an error for one.
 
-    That a broker does not answer, or cannot, is said in its own row, and says nothing of the servers that it was asked
-    about.
+    That a broker does not answer, or cannot at the moment, is said in its own row, and says nothing of the servers that
+    it was asked about.
     """
     try:
         return await asyncio.wait_for(asked, _PROCESS_SECONDS)
-    except (TimeoutError, PostroomError) as error:
+    except (TimeoutError, Unavailable, TryAgain) as error:
         if of_the_broker:
             return {}
         return {"state": "silent"} if isinstance(error, TimeoutError) else {"state": "failing", "problem": str(error)}
+    except PostroomError as error:
+        return {"state": "failing", "problem": str(error)}
 
 
 async def _rows(stack: Stack) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 from support.handlers import serving
 from support.jetstream import Context
 from support.mailroom import worker
+from support.waiting import until_so
 
 from embedded.processes import tethered
 from postroom._wire.programs import Program
@@ -92,7 +93,9 @@ async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
         )
         with worker("--config", str(config), PYTHONPATH=str(EXAMPLES), **QUICK) as (process, started):
             await handler.saw(1)
-            ready, metrics = await ask(started["page"], "/ready"), (await ask(started["page"], "/metrics"))[1]
+            well = (200, '{"status":"ok","reasons":[]}')  # once each source has been looked at
+            await until_so(lambda: ask(started["page"], "/ready"), "ready", holds=well.__eq__)
+            metrics = (await ask(started["page"], "/metrics"))[1]
             (reported,) = await programs(database_url)
             process.terminate()
             assert await asyncio.to_thread(process.wait) == 0
@@ -107,7 +110,6 @@ async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
     assert await programs(database_url) == []  # it was stopped, and is not missed
     (call,) = handler.calls
     assert (call.request.payload["job"], call.request.payload["result"]["parts"]) == (str(job), 2)
-    assert ready == (200, '{"status":"ok","reasons":[]}')
     assert 'postroom_worker_published_total{source="events"}' in metrics
     assert 'postroom_consumer_calls_total{answer="http_200",consumer="books"} 1.0' in metrics
     assert f'postroom_agent_position{{agent="extract",mesh="{context.name}",workspace="default"}} ' in metrics
