@@ -91,7 +91,7 @@ test-setup: $(CLASSES) $(EXAMPLES) ## what `make test` installs; .ci/run makes i
 # pytest-xdist 3.8 would wait for ever. Where a recipe needs a shell, `exec` puts the tests in its place: a SIGTERM that
 # make passes on would end the shell alone.
 test: test-setup ## every test but the slow suites
-	exec $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
+	exec $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not (soak or systemd or browser or monitoring or containers)"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
