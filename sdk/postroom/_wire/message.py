@@ -27,7 +27,7 @@ Priority = Literal["now", "next", "low"]
 DestinationKind = Literal["topic", "dm", "queue"]
 
 MAX_BODY_BYTES: Final = 1024 * 1024
-MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES  # text that JSON writes as \uXXXX grows up to threefold
+MAX_REQUEST_BYTES: Final = 4 * MAX_BODY_BYTES  # letters that JSON writes as \uXXXX grow up to threefold
 MAX_DEPTH: Final = 64  # nested objects and arrays in meta
 MAX_META_VALUES: Final = 10_000  # in all of meta: what a fingerprint sorts and a reader walks
 MAX_MENTIONS: Final = 256

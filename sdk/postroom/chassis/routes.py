@@ -138,10 +138,12 @@ def unforeseen(request: web.Request) -> Problem:
 
 def problem_headers(problem: Problem) -> dict[str, str]:
     """Return what the head of an answer says of `problem` (RFC 9110): when to try again, and how to authenticate."""
-    headers = (
-        {} if problem.retry_after is None else {"Retry-After": str(max(1, round(problem.retry_after)))}
-    )  # whole seconds
-    return headers | ({"WWW-Authenticate": "Bearer"} if problem.status == HTTPStatus.UNAUTHORIZED else {})
+    headers = {}
+    if problem.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(problem.retry_after)))  # whole seconds
+    if problem.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 def problem_response(problem: Problem) -> web.Response:
