@@ -25,12 +25,12 @@ from postroom._wire.message import (
     Envelope,
     Priority,
     check_envelope,
-    json_fault,
     refuse,
     refuse_duplicate_keys,
     refuse_too_many_values,
 )
-from postroom._wire.names import FINGERPRINT, in_words
+from postroom._wire.names import FINGERPRINT
+from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.postgres import uuid_of
 from postroom.errors import InvalidMessage, Problem
 
@@ -249,7 +249,11 @@ def _mentions(meta: dict[str, Any]) -> list[str]:
     try:
         return sorted(set(msgspec.convert(meta["mentions"], _Mentions)))
     except msgspec.ValidationError as error:
-        refuse("invalid_mention", f"meta.mentions is not a list of members: {in_words(str(error))}", "meta.mentions")
+        refuse(
+            "invalid_mention",
+            f"meta.mentions is not a list of members: {shape_fault(error, _Mentions)[1]}",
+            "meta.mentions",
+        )
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:

@@ -11,7 +11,8 @@ from aiohttp import web
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
-from postroom._wire.message import json_fault, refuse_duplicate_keys, refuse_too_many_values, where
+from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values
+from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.routes import JSON, is_media
 from postroom.errors import InvalidMessage, PostroomError
 
@@ -69,7 +70,7 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
         try:
             decoded = msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            field, sentence = where(error)
+            field, sentence = shape_fault(error, kind)
             raise InvalidMessage.of("invalid_request", sentence, field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             fault = json_fault(error, data)

@@ -17,6 +17,7 @@ from postroom._wire.nouns import OPERATOR_LOG, LogQuery
 from postroom._wire.programs import PROGRAMS, ProgramsQuery
 from postroom._wire.trees import grow
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, ConsumersQuery
+from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -117,4 +118,4 @@ def _query(kind: type[Q], wanted: Mapping[str, Any]) -> Q:
     try:
         return msgspec.convert({**asks, "limit": ROWS}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidMessage.of("invalid_query", str(error)) from error
+        raise InvalidMessage.of("invalid_query", shape_fault(error, kind)[1]) from error

@@ -19,6 +19,7 @@ from postroom._wire.jobs import JOBS
 from postroom._wire.nouns import CHANGES, Failure, Noun, Result
 from postroom._wire.operations import Reason
 from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
+from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 MOST_REPAIRS: Final = 200  # that are remembered, of all sessions
@@ -97,7 +98,7 @@ async def plan(request: web.Request) -> web.Response:
     try:
         wanted = msgspec.convert(given, filter_, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidMessage.of("invalid_request", str(error)) from error
+        raise InvalidMessage.of("invalid_request", shape_fault(error, filter_)[1]) from error
     mesh = str(form.get("mesh") or "") or None
     planned = await session.client.change(noun, verb, wanted, reason=_DRY, mesh=mesh, dry_run=True)
     repairs = request.app[_repairs]

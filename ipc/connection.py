@@ -34,7 +34,8 @@ from multidict import CIMultiDict
 from ipc.peers import peer_of
 from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
-from postroom._wire.message import MAX_VALUES, json_fault, refuse_duplicate_keys, refuse_too_many_values, where
+from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too_many_values
+from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.chassis.routes import is_media, problem_headers
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
@@ -389,7 +390,7 @@ def decode_body(data: bytes, kind: type[T]) -> T:
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        field, sentence = where(error)
+        field, sentence = shape_fault(error, kind)
         raise InvalidMessage.of("invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the body must be one JSON object in UTF-8: {json_fault(error, data)}"

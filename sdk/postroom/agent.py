@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Type
 
 import msgspec
 
-from postroom._wire.names import SUBJECTS, WORD, in_words
+from postroom._wire.names import SUBJECTS, WORD
+from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage, PostroomError
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
         try:
             msgspec.convert(fields, kind)  # a struct takes anything, and its record could not be read again
         except msgspec.ValidationError as error:
-            wrong = in_words(str(error))
+            wrong = shape_fault(error, kind)[1]
             detail = f"{agent}.receive returned {kind.__name__} with a field that it cannot have: {wrong}"
             raise InvalidMessage.of("invalid_effect", detail) from error
     return effects

@@ -45,6 +45,7 @@ import msgspec
 
 from postroom._wire.message import parse_destination
 from postroom._wire.names import SNAKE, WORD
+from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.retry_policy import RetryPolicy
 
@@ -383,7 +384,7 @@ def _check_policy(what: str, policy: Any) -> None:
     try:
         msgspec.convert(msgspec.to_builtins(policy), RetryPolicy)
     except msgspec.ValidationError as error:
-        raise _invalid(f"{what} has an invalid retry policy: {error}") from error
+        raise _invalid(f"{what} has an invalid retry policy: {shape_fault(error, RetryPolicy)[1]}") from error
 
 
 def _is(value: Any, *kinds: type) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom._wire.retry import STEADY, Backoff
+from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage
 
 __all__ = [
@@ -69,7 +70,7 @@ def check_retry_policy(meta: Mapping[str, Any]) -> None:
     except msgspec.ValidationError as error:
         raise InvalidMessage.of(
             "invalid_retry_policy",
-            f"meta.retry_policy is not a valid retry policy: {error}",
+            f"meta.retry_policy is not a valid retry policy: {shape_fault(error, RetryPolicy)[1]}",
             field="meta.retry_policy",
         ) from error
 

@@ -13,13 +13,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import msgspec
 
 from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
 from postroom._wire.ids import ID_RULE, is_client_message_id, new_id
-from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, TRACE, WORD, Rule, in_words
+from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, TRACE, WORD, Rule
+from postroom._wire.words import json_fault, shape_fault
 from postroom.errors import InvalidMessage
 from postroom.retry_policy import check_retry_policy
 
@@ -41,11 +42,7 @@ _BEGINNING: Final = 32  # bytes of its text
 _LEAST_MEMBER: Final = len('"to":"",')
 
 _RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
-_LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")
 TRACEPARENT: Final = TRACE.pattern
-_HALF: Final = re.compile(  # an escape that is half of a surrogate pair, without the other
-    rb"\\u[Dd][89ABab][0-9A-Fa-f]{2}(?!\\u[Dd][C-Fc-f])|(?<!\\u[Dd][89ABab]..)\\u[Dd][C-Fc-f][0-9A-Fa-f]{2}", re.DOTALL
-)
 _NO_TRACE: Final = re.compile(r"ff|..-0{32}|..-.{32}-0{16}")  # of this form: a version that is none, an id that is none
 
 
@@ -191,7 +188,7 @@ def decode_request(data: bytes) -> SendRequest:
         if not _is_shortest(data, request) and _quotes_in(data, request.body) != _quotes_of(request):
             refuse_duplicate_keys(data)
     except msgspec.ValidationError as error:
-        field, sentence = where(error)
+        field, sentence = shape_fault(error, SendRequest)
         refuse("invalid_field", sentence, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         refuse("invalid_json", f"the body is not one JSON object in UTF-8: {json_fault(error, data)}")
@@ -428,31 +425,3 @@ def _holds_nul(value: Any) -> bool:
     if isinstance(value, dict):
         return any("\0" in key or _holds_nul(child) for key, child in value.items())
     return isinstance(value, list) and any(_holds_nul(child) for child in value)
-
-
-def json_fault(error: Exception, data: bytes) -> str:
-    """Return what is wrong with `data`, which could not be decoded for `error`.
-
-    msgspec takes the half of a surrogate pair for the end of the data. A program that cut a text in two wrote it, and
-    would look for bytes that were lost on the way.
-    """
-    sentence = str(error)
-    if "truncated" in sentence or "surrogate" in sentence:
-        half = _HALF.search(data.replace(b"\\\\", b""))  # an escaped backslash escapes nothing
-        if half is not None:
-            return f"{half[0].decode()} is half of a surrogate pair: write both halves, as in \\ud83d\\ude00"
-    return sentence
-
-
-def where(error: msgspec.ValidationError) -> tuple[str | None, str]:
-    """Split msgspec's sentence into the field it concerns and a sentence that names the field in words."""
-    sentence, _, path = str(error).partition(" - at `$")
-    if length := _LENGTH.fullmatch(sentence):
-        sentence = f"Expected {'at most' if length[1] == '<' else 'at least'} {length[2]} characters"
-    field = path.rstrip("`").lstrip(".") or None
-    if field is None and (named := re.search(r"field `([^`]+)`", sentence)):
-        field = named[1]
-    if field == "priority" and sentence.startswith("Invalid enum value"):
-        sentence += f": one of {', '.join(get_args(Priority))}"
-    sentence = in_words(sentence)
-    return field, f"{field}: {sentence}" if field else sentence

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from postroom._wire.names import in_words
+from postroom._wire.words import shape_fault
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import read_regular
 
@@ -100,10 +100,7 @@ def load(
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        sentence, _, path = in_words(str(error)).partition(" - at `$")
-        where = path.rstrip("`").lstrip(".")
-        sentence = f"{where}: {sentence}" if where else sentence
-        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}") from error
+        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {shape_fault(error, config)[1]}") from error
 
 
 def state_home(variable: str, environ: Mapping[str, str]) -> Path:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from postroom._wire.message import where
+from postroom._wire.words import shape_fault
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 _log = structlog.get_logger(__name__)
@@ -179,8 +179,8 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     try:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
-        field, sentence = where(error)
-        sentence = f"the query string is not valid: {sentence}; check it"
+        field, sentence = shape_fault(error, query)
+        sentence = f"check the query string: {sentence}"
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
 
 

@@ -133,7 +133,7 @@ def _unanswered(flow: Flow) -> None:
         ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=2.5)(extract)),
         ("'extract' has the retry policy 3: give one", lambda flow: flow.activity(retry_policy=3)(extract)),
         (
-            "Expected `int` >= 1 - at `..max_attempts`",
+            "max_attempts: Expected `int` >= 1",
             lambda flow: flow.activity(retry_policy=NEVER)(extract),
         ),
         ("completion of .* an invalid retry policy", lambda flow: flow.completed(retry_policy=NEVER)(load)),

@@ -218,7 +218,7 @@ def test_a_well_formed_destination_is_taken(to: str) -> None:
 def test_an_unknown_priority_is_refused_and_the_known_ones_are_named() -> None:
     error = refused({"priority": "urgent"})
     assert error.problem.field == "priority"
-    assert str(error).endswith("'urgent': one of now, next, low")
+    assert str(error).endswith("'urgent': one of low, next, now")
 
 
 def test_ten_thousand_mentions_are_too_many() -> None:

@@ -1,12 +1,27 @@
-"""Counts and times, as people read them."""
+"""Counts, times and what is wrong with JSON, as people read them."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
 
-from postroom._wire.words import ago, counted, span, when
+from postroom._wire.message import SendRequest
+from postroom._wire.words import ago, counted, shape_fault, span, when
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    depth: int = 0
+    level: Literal["low", "high"] = "low"
+
+
+class _Whole(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=3)] = ""
+    part: Annotated[_Part | None, msgspec.Meta(description="one")] = None
+    parts: list[_Part] = []
+    named: dict[str, _Part] = {}
 
 
 @pytest.mark.parametrize(
@@ -41,3 +56,29 @@ def test_a_moment_is_written_in_utc_wherever_it_was_said() -> None:
 def test_what_has_yet_to_be_is_no_time_ago() -> None:
     assert [ago(None), ago(datetime.now(UTC) + timedelta(hours=1))] == [None, "0 ms"]
     assert ago(datetime.now(UTC) - timedelta(hours=5, minutes=1)) == "5 h"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field", "sentence"),
+    [
+        (_Whole, {"nme": ""}, "nme", "unknown field `nme`; did you mean `name`?"),
+        (_Whole, {"x": 1}, "x", "unknown field `x`; the fields are name, part, parts, named"),
+        (_Whole, {"part": {"depht": 1}}, "part", "part: unknown field `depht`; did you mean `depth`?"),
+        (_Whole, {"parts": [{}, {"x": 1}]}, "parts[1]", "parts[1]: unknown field `x`; the fields are depth, level"),
+        (
+            _Whole,
+            {"named": {"a": {"x": 1}}},
+            "named[...]",
+            "named[...]: unknown field `x`; the fields are depth, level",
+        ),
+        (_Whole, {"part": {"level": "mid"}}, "part.level", "part.level: Invalid enum value 'mid': one of high, low"),
+        (_Whole, {"name": "four"}, "name", "name: Expected at most 3 characters"),
+        (_Whole, {"name": 4}, "name", "name: Expected `str`, got `int`"),
+        (_Whole | None, {"x": 1}, "x", "unknown field `x`; the fields are name, part, parts, named"),
+        (SendRequest, {}, "to", "Object missing required field `to`"),
+    ],
+)
+def test_a_fault_of_shape_says_what_could_be_there(kind: Any, given: Any, field: str, sentence: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(given, kind)
+    assert shape_fault(refused.value, kind) == (field, sentence)

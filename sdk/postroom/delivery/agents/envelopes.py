@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom._wire.message import json_fault, read_traceparent
+from postroom._wire.message import read_traceparent
+from postroom._wire.words import json_fault
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery

@@ -11,7 +11,8 @@ import msgspec
 
 from postroom._wire.accept import AcceptedEvent
 from postroom._wire.cloudevents import META, STRUCTURED, VERSION, CloudEvent
-from postroom._wire.message import Envelope, json_fault
+from postroom._wire.message import Envelope
+from postroom._wire.words import json_fault
 from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerFormat
