@@ -355,6 +355,7 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
         sight.troubles += letters.troubles()
     if jobs is not None:
         sight.troubles += jobs.troubles()
+        sight.troubles += [] if page is None else jobs.unattended(page.programs)
 
 
 def _of_workers(programs: list[Program], waiting: int) -> Iterator[Trouble]:

@@ -100,6 +100,7 @@ class Watch:
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
         shown |= {f"hour_{name}": caption for name, caption in hour_in_words(self.minutes).items()}
         wrong = troubles_of([*programs.programs, *consumers.consumers, *sources.sources, letters, jobs])
+        wrong += jobs.unattended(programs.programs)
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
         numbers = {name: number(count) for name, count in counts.items()} | shown

@@ -6,7 +6,7 @@
 The rest is that of every noun (`_wire/nouns.py`). A job is started by names alone: the caller needs none of its code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from uuid import UUID
@@ -17,7 +17,7 @@ from postroom._wire.administration import Slug
 from postroom._wire.names import TRACE, WORD
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import Age
-from postroom._wire.programs import Trouble
+from postroom._wire.programs import Program, Trouble
 from postroom._wire.words import counted
 
 JobState = Literal["running", "closed", "completed", "failed", "cancelled"]
@@ -133,11 +133,15 @@ class JobTree(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
-    """How many jobs have not ended, how many have failed, and how many steps wait for a worker that has them."""
+    """How many jobs have not ended, how many have failed, and how many steps wait for a worker that has them.
+
+    `flows` says which have jobs that have not ended, and how many.
+    """
 
     running: int
     failed: int
     unknown: int
+    flows: dict[str, int] = {}
 
     def troubles(self) -> Iterator[Trouble]:
         """Yield what is wrong with jobs."""
@@ -147,6 +151,14 @@ class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
         ):
             if count:
                 yield Trouble("jobs", f"{counted(count, thing)} {what}", help_, "look")
+
+    def unattended(self, programs: Iterable[Program]) -> Iterator[Trouble]:
+        """Yield the flows whose jobs cannot go on, since no worker among `programs` has them."""
+        present = {flow for one in programs if not one.away for part in one.parts for flow in part.flows}
+        for flow in sorted(self.flows.keys() - present):
+            has = counted(self.flows[flow], "job has", "jobs have")
+            lack = f"{has} not ended, and no worker that reports has the flow"
+            yield Trouble(f"flow {flow}", lack, f"postroom jobs list --flow {flow}", "wrong")
 
 
 class JobMessage(msgspec.Struct, kw_only=True, frozen=True):

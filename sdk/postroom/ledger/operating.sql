@@ -21,9 +21,12 @@ ORDER BY started_at DESC, id DESC
 LIMIT $4;
 
 -- name: count_jobs
--- How many jobs have not ended, how many have failed, and how many steps wait for a worker that has their activity.
+-- How many jobs of each flow have not ended, how many have failed, and how many steps wait for a worker that has their
+-- activity.
 SELECT
-  (SELECT count(*) FROM ledger.job WHERE state IN ('running', 'closed')) AS running,
+  (SELECT coalesce(jsonb_object_agg(flow, jobs), '{}')::text
+    FROM (SELECT flow, count(*) AS jobs FROM ledger.job WHERE state IN ('running', 'closed') GROUP BY flow) AS each
+  ) AS flows,
   (SELECT count(*) FROM ledger.job WHERE state = 'failed') AS failed,
   (SELECT count(DISTINCT activity.id)
     FROM ledger.set_aside JOIN ledger.activity ON activity.id = set_aside.activity_id

@@ -258,6 +258,17 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     run(delete())
 
 
+def test_a_job_whose_flow_no_worker_has_is_wrong(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    started = office.user.run("jobs", "start", "nightly-export", "--mesh", MESH, "--first", "extract")
+    seen = office.user.run("status", "--json")
+    lack = "1 job has not ended, and no worker that reports has the flow"
+    assert troubles(seen) == {"flow nightly-export": ("wrong", lack, "postroom jobs list --flow nightly-export")}
+    assert office.user.shell("postroom jobs list --flow nightly-export").code == 0
+    assert office.user.run("jobs", "cancel", started.out.strip(), "--reason", "a test", "--yes").code == 0
+    assert office.user.run("status").code == 0
+
+
 def test_a_broker_that_cannot_be_reached_is_said_and_the_daemon_is_shown_all_the_same(office: Office) -> None:
     user = office.with_token("admin", POSTROOM_BROKER_URL="http://127.0.0.1:9")
     seen = user.run("status", "--json")
