@@ -28,11 +28,13 @@ _SECRETS: Final = (
     (re.compile(r"(?i)(authorization['\"]?\s*[:=,]\s*)[^\r\n]+"), rf"\1{_MASK}"),
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[^\s'\",;]+"), rf"\1{_MASK}"),
     (re.compile(r"(?i)((?:token|api_key|password|passwd|secret)['\"]?\s*[:=]\s*)[^\s&,;)]+"), rf"\1{_MASK}"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@"), rf"\1{_MASK}@"),
+    # a scheme has an end here: looked for at each of a hundred thousand words, an endless one takes minutes
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]*:)[^\s/@]+@"), rf"\1{_MASK}@"),
 )
 _LINES: Final = 20  # of one library
 _PERIOD: Final = 10.0  # seconds
 MAX_WORDS: Final = 500  # characters kept
+_MOST_TEXT: Final = 16_000  # characters of a field: journald cuts a line at 48 KiB
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # all but a line's end
 
@@ -131,7 +133,14 @@ def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 
 
 def mask(text: str) -> str:
-    """Return `text` without the tokens and passwords that can be recognised by what precedes them."""
+    """Return `text` without the tokens and passwords that can be recognised by what precedes them.
+
+    One that is too long for a line has only its ends. The last begins with a line, so that it has no part of a token.
+    """
+    if len(text) > _MOST_TEXT:
+        end = text[-_MOST_TEXT // 2 :].partition("\n")[2]
+        left_out = len(text) - _MOST_TEXT // 2 - len(end)
+        text = f"{text[: _MOST_TEXT // 2]} … {left_out} characters left out …\n{end}"
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text

@@ -51,6 +51,16 @@ def test_an_exception_stays_on_its_line():
     assert "ZeroDivisionError" in str(line["exception"])
 
 
+def test_of_a_text_that_is_too_long_for_a_line_the_ends_are_logged_at_once():
+    script = "try:\n    raise ValueError('a.' * 4_000_000)\nexcept ValueError:\n    try:\n        1 / 0\n"
+    (line,) = logged(f"{script}    except ZeroDivisionError:\n        log.exception('failed')")
+    text = str(line["exception"])
+    assert text.startswith("Traceback (most recent call last)")
+    assert "characters left out" in text
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert len(text) < 20_000
+
+
 def test_half_a_character_in_an_error_is_logged_as_an_escape():
     (line,) = logged("log.warning('step_failed', error='odd: \\ud800')")
     assert (line["event"], line["error"]) == ("step_failed", "odd: \ud800")
