@@ -1,9 +1,14 @@
-"""Users' code in a process of ours: whatever it raises is an error, and never ends the process."""
+"""Users' code in a process of ours: whatever it raises is an error, which neither ends the process nor keeps it."""
 
 import asyncio
+import os
+import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Awaitable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -28,6 +33,27 @@ def located(error: BaseException) -> str:
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
     last = ([each for each in frames if not each.filename.startswith(_LIBRARIES)] or frames)[-1]
     return f"{error_text(error)} ({last.filename}, line {last.lineno})"
+
+
+def end_within(seconds: float, code: int) -> None:
+    """End the process with `code` if it still runs `seconds` from now.
+
+    Python waits for every thread, also for one of `asyncio.to_thread`, and a loop for every task, also for one that
+    refuses to be cancelled. Neither can be ended.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        main = threading.main_thread()
+        left = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
+        with suppress(OSError, ValueError):
+            threads = ", ".join(left) or "none"
+            sys.stderr.write(f"postroom: users' code does not end: the process ends without it (threads: {threads})\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
 
 
 async def contained(work: Awaitable[T]) -> T:

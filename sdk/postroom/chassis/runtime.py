@@ -28,7 +28,7 @@ import uvloop
 import postroom
 from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.handlers import located
+from postroom.chassis.handlers import end_within, located
 from postroom.errors import PostroomError
 
 T = TypeVar("T")
@@ -60,10 +60,13 @@ async def run_until_stopped(
     tasks: Mapping[str, Coroutine[Any, Any, None]],
     stop: asyncio.Event,
     wind_down: Callable[[], Awaitable[None]] | None = None,
+    *,
+    patience: float | None = None,
 ) -> None:
     """Run the named `tasks` until `stop` is set or one of them ends; cancel the rest and wait for them.
 
-    `wind_down` runs before that, with `stop` set, while the tasks still run: what has begun can finish.
+    `wind_down` runs before that, with `stop` set, while the tasks still run: what has begun can finish. A process that
+    runs users' code has some `patience` (seconds) with the rest, and then ends at once.
 
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would be crippled
     without it.
@@ -73,15 +76,21 @@ async def run_until_stopped(
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     stop.set()
-    if wind_down is not None:
-        await wind_down()
-    await end(running)
+    fatal: Fatal | None = None
     for task in done - {stopping}:
         error = task.exception() if not task.cancelled() else None
         if isinstance(error, Fatal):
-            raise error
+            fatal = error
+            break
         _log.error("task_ended", task=task.get_name(), exc_info=error)
-        raise Fatal(Exit.FAILED, f"{task.get_name()!r} ended: {error!r}; see the log" if error else task.get_name())
+        fatal = Fatal(Exit.FAILED, f"{task.get_name()!r} ended: {error!r}; see the log" if error else task.get_name())
+    if wind_down is not None:
+        await wind_down()
+    if patience is not None:
+        end_within(patience, Exit.OK if fatal is None else fatal.exit_code)
+    await end(running)
+    if fatal is not None:
+        raise fatal
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -21,8 +21,10 @@ from typing import Any, Final
 import msgspec
 
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.handlers import end_within
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as in shells
+_LEAVE_SECONDS: Final = 5.0  # for what users' code does at the end of a process
 
 
 def main() -> int:
@@ -156,4 +158,6 @@ def _answer(found: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    end_within(_LEAVE_SECONDS, ended)
+    sys.exit(ended)

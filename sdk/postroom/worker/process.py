@@ -37,6 +37,7 @@ _log = structlog.get_logger(__name__)
 _STATUS_SECONDS: Final = 5.0
 _BEGIN_SECONDS: Final = 2.0  # that a start may take before it is reported as degraded
 _LOOK_SECONDS: Final = 0.02
+_LEAVE_SECONDS: Final = 10.0  # after `stop_seconds`: to close connections, which takes 5 at most, and stores
 
 
 class Part(Protocol):
@@ -127,7 +128,7 @@ async def _run(config: WorkerConfig) -> None:
             except TimeoutError:
                 _log.warning("stopped_with_work_in_hand", seconds=config.stop_seconds)
 
-        await runtime.run_until_stopped(tasks, stop, finish)
+        await runtime.run_until_stopped(tasks, stop, finish, patience=_LEAVE_SECONDS)
 
 
 @asynccontextmanager

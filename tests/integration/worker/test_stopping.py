@@ -129,3 +129,25 @@ async def test_a_step_without_an_end_is_waited_for_as_long_as_the_config_says(
     go_on.touch()
     with worker(**settings):
         await until_so(lambda: ask(own_postgres, "SELECT state = 'completed' FROM ledger.job WHERE id = $1", job))
+
+
+@pytest.mark.parametrize("how", ["a thread of asyncio's", "a thread of its own", "refusing to be cancelled"])
+async def test_a_step_that_nothing_ends_keeps_no_worker(
+    own_postgres: EmbeddedPostgres, context: Context, nats_url: str, tmp_path: Path, how: str
+) -> None:
+    begun = tmp_path / "begun"
+    connection = await asyncpg.connect(own_postgres.url_of("own"))
+    request = json.dumps({"begun": str(begun), "how": how})
+    await start_job(connection, Start(uuid4(), context.name, "endless", uuid4(), "work", request))
+    await connection.close()
+    settings = {
+        "PYTHONPATH": str(SUPPORT),
+        "POSTROOM_DATABASE_URL": own_postgres.url_of("own"),
+        "POSTROOM_NATS_URL": nats_url,
+        "POSTROOM_WORKER_FLOWS": "endless_flow:flow",
+        "POSTROOM_WORKER_STOP_SECONDS": "0.1",
+    }
+    await context.declare()
+    with worker(**settings) as (process, _):
+        await until(begun.exists)
+        assert await ended(process) == 0

@@ -141,6 +141,14 @@ def test_the_command_line_knows_a_users_agent_and_flow_without_importing_them(pr
     assert "cli.main" in imported(project)
 
 
+def test_a_thread_that_a_users_module_leaves_running_keeps_no_command(project: Path) -> None:
+    busy = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    (project / "busy.py").write_text(busy + AGENT)
+    asked = postroom(project, "agent", "replay", "busy:Clerk", "--state-directory", str(project / "state"), "--json")
+    assert asked.returncode == 3
+    assert "(threads: Thread-1 (wait))" in asked.stderr
+
+
 @pytest.mark.parametrize("where", ["PYTHONPATH", "the working directory"])
 def test_a_users_postroom_is_refused_by_its_name(project: Path, where: str) -> None:
     (project / "postroom.py").touch()
