@@ -109,20 +109,23 @@ class Engine:
     async def spawned(self, activity: UUID, name: str, guid: str) -> None:
         """Run leg 1 of an activity, for the message `guid`; raises `TryLater`.
 
-        An activity that sends nothing answers itself: leg 2 runs at once, for the same message.
+        An activity that sends nothing answers itself: leg 2 runs at once, for the same message. So does one that sends,
+        where a worker with another version of the flow has begun it as one that sends nothing: it asks then.
         """
 
         async def legs(most: int) -> None:
             known = self.flow.activities.get(name)
-            answers_itself = known is not None and known.leg1 is None
+            sends = known is not None and known.leg1 is not None
             try:
                 await run_leg1(self._running, activity, most)
             except (Duplicate, Inactive):  # where this message has closed the job, the completion may be left
-                if not answers_itself:
+                if sends and not await self._running.pool.fetchval(QUERIES["has_begun_unasked"], activity):
                     raise
-            if answers_itself:
-                body = await self._running.pool.fetchval(QUERIES["find_request"], activity)
-                await run_leg2(self._running, activity, guid, Answer(body), most)
+            else:
+                if sends:
+                    return
+            body = await self._running.pool.fetchval(QUERIES["find_request"], activity)
+            await run_leg2(self._running, activity, guid, Answer(body), most)
 
         if not await self._set_aside(activity, name, guid, None):
             await self._run(activity, name, legs)

@@ -21,6 +21,11 @@ WHERE job.id = $1;
 -- What the activity $1 was spawned with.
 SELECT request::text FROM ledger.activity WHERE id = $1;
 
+-- name: has_begun_unasked
+-- Whether leg 1 of the activity $1 is complete although it has sent no request.
+SELECT ledger.is_set(ledger, 100000000000) AND NOT EXISTS (SELECT FROM ledger.request WHERE activity_id = activity.id)
+FROM ledger.activity WHERE id = $1;
+
 -- name: find_requests
 -- Which activities of the flow $2 asked with the messages $1.
 SELECT request.id, activity.id AS activity, activity.name

@@ -34,7 +34,7 @@ from postroom.chassis.handlers import contained
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.claims import Claim, leases
 from postroom.errors import PostroomError
-from postroom.flow import Activity, Again, Context, Flow, InvalidFlow, Job, Spawn, next_steps
+from postroom.flow import Activity, Again, Context, Flow, InvalidFlow, Job, Spawn, Step, next_steps
 from postroom.ledger.errors import Fault, LeaseLost
 from postroom.ledger.primitives import (
     Answer,
@@ -128,7 +128,7 @@ async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, 
 
 
 async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer) -> Spawns:
-    """Run the handler of an answer, and leg 1 for each cycle that asks again; raises `InvalidFlow`."""
+    """Run the handler of an answer, and leg 1 for each cycle that asks; raises `InvalidFlow`."""
     activity, spawns = running.activity(entry.name), Spawns([], [], [])
     assert activity.leg2 is not None  # noqa: S101 - `check_flow` has seen to it
     context = running.context(
@@ -139,7 +139,12 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
         request_id=None if answer.request is None else str(answer.request),
         dimension=entry.steps.dimension,
     )
-    for each in next_steps(running.flow, activity, await activity.leg2(context, decode(answer.body))):
+    body = decode(answer.body)
+    if activity.leg1 is not None and answer.request is None:  # of a version of it that sends nothing: it asks now
+        steps: tuple[Step, ...] = (activity.again(body),)
+    else:
+        steps = next_steps(running.flow, activity, await activity.leg2(context, body))
+    for each in steps:
         match each:
             case Spawn(spawned, request):
                 key = derived(entry.activity, entry.guid, "child", len(spawns.children))

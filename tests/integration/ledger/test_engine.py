@@ -139,6 +139,50 @@ async def test_each_step_of_a_job_with_a_trace_is_a_span(running: Running, recor
     assert await running.ended(start) == ("completed", None)
 
 
+@pytest.mark.parametrize("left_at", ["work", "cycle"])
+async def test_what_was_begun_as_sending_nothing_asks_where_a_new_version_sends(running: Running, left_at: str) -> None:
+    older = Flow("nightly-export")
+
+    @older.activity(name="extract")
+    async def _(_ctx: Context, _request: Any) -> Any:
+        if left_at == "work":
+            raise OSError("the disk is full")
+        return next(iter(older.activities.values())).again(1)
+
+    running.author.cycles = 1
+    start, before = await running.begin(), Engine(running.engine._running.pool, older, lease=LEASE)
+    if left_at == "work":
+        with pytest.raises(TryLater):
+            await before.spawned(start.root, "extract", "spawned")
+        await running.engine.spawned(start.root, "extract", "spawned")
+    else:
+        await before.spawned(start.root, "extract", "spawned")
+        await running.engine.answered(start.root, "extract", "cycled", Answer("1"))
+    ((request, body),) = await running.commands(start)
+    assert body == {"page": 1}
+    for engine in (running.engine, before):
+        await engine.spawned(start.root, "extract", "spawned")
+    await running.answer(start, request, 2)
+    assert await running.ended(start) == ("completed", None)
+
+
+async def test_a_completion_that_is_due_happens_where_a_new_version_sends(running: Running) -> None:
+    older = Flow("nightly-export")
+
+    @older.activity(name="extract")
+    async def _(_ctx: Context, _request: Any) -> None: ...
+
+    @older.completed
+    async def _(_ctx: Context, _job: Job) -> None:
+        raise OSError("no paper")
+
+    start = await running.begin()
+    with pytest.raises(TryLater, match="no paper"):
+        await Engine(running.engine._running.pool, older, lease=LEASE).spawned(start.root, "extract", "spawned")
+    await running.engine.spawned(start.root, "extract", "spawned")
+    assert await running.ended(start) == ("completed", None)
+
+
 async def test_only_the_first_answer_to_a_request_counts(running: Running) -> None:
     start = await running.begin()
     await running.engine.spawned(start.root, "extract", "spawned")
