@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Self
 
 from broker_client.settings import BrokerClientSettings
 from postroom._wire.connections import Pool, url_dial
-from postroom._wire.http import Garbled, Site, Unreachable
+from postroom._wire.http import Garbled, Site, Unreachable, why_unreachable
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
@@ -158,7 +158,8 @@ class Channel:
             )
         except Unreachable as error:
             late = f"no answer within {self._settings.connect_seconds:g} s"
-            sentence = f"cannot connect to {self.base}: {clean(str(error.__cause__)) or late}"
+            why = why_unreachable(error.__cause__, "broker.ca_file")
+            sentence = f"cannot connect to {self.base}: {clean(why) or late}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
         except TimeoutError as error:
             sentence = f"{self.base} did not answer completely within {self._settings.request_seconds:g} s"

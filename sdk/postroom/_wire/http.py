@@ -6,10 +6,11 @@ connections (`connections.py`) feed in what arrives; both kinds, asyncio's and t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import SplitResult, quote, urlsplit
 
 MAX_HEAD: Final = 32 * 1024  # bytes of all heads of one answer, the interim ones (1xx) and the trailers among them
@@ -29,6 +30,13 @@ _SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;" + _TEXT + rb")?")
 _UNSAFE: Final = re.compile("[\0\r\n]")
 _BODILESS: Final = frozenset({204, 304})
 _HTTP: Final = b"HTTP/1."
+_ABOUT_CERTIFICATE: Final = {  # by OpenSSL's number of what is wrong
+    9: "check the clocks of both hosts",  # it is not valid yet
+    10: "renew it",
+    62: "use a name that it is for",
+    64: "use an address or a name that it is for",
+}
+_NOT_TLS: Final = frozenset({"HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "WRONG_VERSION_NUMBER"})
 
 
 class Garbled(Exception):
@@ -36,7 +44,7 @@ class Garbled(Exception):
 
 
 class Unreachable(Exception):
-    """No connection could be opened; its cause says why."""
+    """No connection could be opened; its cause says why, `why_unreachable` in words."""
 
 
 class Head(NamedTuple):
@@ -91,6 +99,24 @@ class Site(NamedTuple):
         """Format the header lines of every request of a program called `agent`, whose answers are JSON as it is."""
         accepts = "Accept: application/json\r\nAccept-Encoding: identity\r\n"
         return f"Host: {self.authority}\r\nUser-Agent: {agent}\r\n{accepts}"
+
+
+def why_unreachable(cause: BaseException | None, authorities: str) -> str:
+    """Return in words why no connection could be opened; nothing where it only took too long.
+
+    `authorities` is where the authority of the peer's certificate can be named.
+    """
+    if (untrusted := getattr(cause, "verify_message", None)) is not None:  # of an `ssl.SSLCertVerificationError`
+        advice = _ABOUT_CERTIFICATE.get(cast("Any", cause).verify_code, f"name its authority in {authorities}")
+        return f"its certificate is not trusted ({untrusted.rstrip('.')}): {advice}"
+    if (reason := getattr(cause, "reason", None)) is not None:  # of an `ssl.SSLError`
+        return "it does not speak TLS" if reason in _NOT_TLS else f"TLS failed ({reason.replace('_', ' ').lower()})"
+    if isinstance(cause, ConnectionResetError):
+        return "it closed the connection at once"
+    text, number = str(cause), getattr(cause, "errno", None)
+    if number is not None and "Connect call failed" in text:  # asyncio says so, whatever it was
+        return os.strerror(number)
+    return getattr(cause, "strerror", None) or text
 
 
 def lines_of(headers: Iterable[tuple[str, str]]) -> str:

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from postroom._wire.arguments import to_json
-from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of
+from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
 from postroom._wire.words import not_text
 from postroom.errors import PROBLEM_JSON, InvalidMessage, NotPermitted, PostroomError, Problem, Unavailable, error_for
@@ -104,7 +104,7 @@ class Peer(NamedTuple):
         cause = error.__cause__ if isinstance(error, Unreachable) else None
         match cause or error:
             case FileNotFoundError() | ConnectionRefusedError():
-                return self.absent("nothing listens there")
+                reason = "nothing listens there"
             case PermissionError():
                 detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}; use an account that may"
                 return NotPermitted.of("socket_not_permitted", detail)
@@ -116,8 +116,15 @@ class Peer(NamedTuple):
             case Garbled():
                 return self.foreign(str(error))
             case OSError(errno=errno.ENOTSOCK | errno.ENOTDIR | errno.EPROTOTYPE):
-                return self.absent("that is not a socket")
-        return self.lost() if cause is None else self.absent(str(cause))
+                reason = "that is not a socket"
+            case OSError() as untrusted if hasattr(untrusted, "verify_message"):
+                why = why_unreachable(untrusted, "SSL_CERT_FILE, or as `ca_file`")
+                return Unavailable.of(f"{self.role}_absent", f"no safe connection to {self}: {why}", retryable=True)
+            case other if cause is not None:
+                reason = why_unreachable(other, "SSL_CERT_FILE")
+            case _:
+                return self.lost()
+        return self.absent(reason)
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""

@@ -1,11 +1,13 @@
 """The errors of delivery, each with its sentence, and the errors of NATS mapped in one place."""
 
 import asyncio
+import ssl
 from typing import Final
 
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
+from postroom._wire.http import why_unreachable
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
 NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
@@ -44,6 +46,9 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
         return NotPermitted.of("nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
+    if isinstance(error, ssl.SSLError):
+        detail = f"{doing}: {why_unreachable(error, 'nats.ca_file')}"
+        return Unavailable.of("nats_unavailable", detail, retryable=True)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
         sentence = str(error).removeprefix("nats: ") or type(error).__name__
         detail = f"{doing}: JetStream does not answer ({sentence})"

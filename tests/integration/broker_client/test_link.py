@@ -371,7 +371,9 @@ async def test_a_broker_is_trusted_only_with_a_certificate_of_the_configured_aut
     await server.start_server(ssl=context)
     url = f"https://127.0.0.1:{server.port}"
     assert len(await link_to(url, ca_file=certificate).accept(claimed(1))) == 1
-    assert (await failure_of(link_to(url), claimed(1))).failure is Failure.UNREACHABLE
+    failed = await failure_of(link_to(url), claimed(1))
+    assert failed.failure is Failure.UNREACHABLE
+    assert str(failed).endswith("name its authority in broker.ca_file")
     await server.close()
 
 

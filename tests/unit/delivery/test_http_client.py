@@ -169,6 +169,28 @@ async def test_a_handler_is_trusted_only_with_a_certificate_of_the_configured_au
 
     assert (trusted.status, untrusted.status, untrusted.code) == (200, None, "handler_untrusted")
     assert not untrusted.reached
+    assert untrusted.detail == (
+        f"no safe connection to {url}: its certificate is not trusted (self-signed certificate): "
+        "name its authority in handler.ca_file"
+    )
+
+
+async def test_why_no_safe_connection_could_be_opened_is_said_in_words() -> None:
+    async def close(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def answer_in_plain_text(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    said = []
+    for handler in (close, answer_in_plain_text):
+        async with await asyncio.start_server(handler, "127.0.0.1", 0) as server:
+            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            said.append((await _speak(url)).detail.partition(f"{url}: ")[2])
+    assert said == ["it closed the connection at once", "it does not speak TLS"]
+    assert (await _speak("http://127.0.0.1:1/")).detail == "no connection to http://127.0.0.1:1/: Connection refused"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from postroom._wire.connections import Pool, default_tls
-from postroom._wire.http import Site, Unreachable, lines_of
+from postroom._wire.http import Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import error_text, read_retry_after
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
@@ -127,7 +127,7 @@ class HandlerClient:
                 headers = {**headers, **signed(self._secret, headers[IDEMPOTENCY_KEY], body, int(time.time()))}
             return await self._exchange(body, headers)
         except Unreachable as error:  # nothing was sent
-            return self._unreached(cast(OSError, error.__cause__))
+            return self._unreached(error)
         except TimeoutError:
             detail = f"{self.name} gave no answer within {self._settings.timeout_seconds:g} s"
             return Answer(None, "handler_timed_out", detail)
@@ -138,9 +138,11 @@ class HandlerClient:
                 None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(error_text(error))})"
             )
 
-    def _unreached(self, cause: OSError) -> Answer:
+    def _unreached(self, error: Unreachable) -> Answer:
         """Return why there was no connection; an address that the guard refuses will not become allowed by waiting."""
-        why = clean(cause.strerror or str(cause)) or f"none within {self._connect_seconds:g} s"
+        cause = cast(OSError, error.__cause__)
+        authorities = "handler.ca_file" if self._guard is None else "the system of the worker"
+        why = clean(why_unreachable(cause, authorities)) or f"none within {self._connect_seconds:g} s"
         if isinstance(cause, ssl.SSLError):  # its certificate, or ours
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {why}")
         refused = self._guard is not None and cause.errno == errno.EACCES
