@@ -20,6 +20,7 @@ from support.jetstream import Context
 
 from embedded.processes import tethered
 from postroom.delivery.agents.replay import verify
+from postroom.delivery.agents.turns import open_turns
 
 TESTS = Path(__file__).parents[2]
 MAX_DELIVER = 5  # of the crashing agent
@@ -152,3 +153,36 @@ async def test_the_same_at_many_more_points(context: Context, run: Run, tmp_path
     kills = int(os.environ.get("POSTROOM_SOAK_KILLS", "1000"))
     orders = await crash_at(chance.choices(POINTS, k=kills), context, run)
     await check_everything_happened_once(orders, context, tmp_path)
+
+
+async def test_what_a_killed_agent_had_forked_keeps_no_turn(tmp_path: Path):
+    script = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from postroom.delivery.agents.turns import open_turns
+
+async def main():
+    turns, _ = open_turns(Path(sys.argv[1]))
+    async with turns.turn():
+        if child := os.fork():
+            print(child, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    child = int(await process.stdout.readline())
+    try:
+        turns, underway = open_turns(tmp_path)
+        async with asyncio.timeout(60), turns.turn():
+            pass
+        turns.close()
+        underway.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        await process.communicate()
+    assert process.returncode == -signal.SIGKILL

@@ -2,12 +2,15 @@
 
 Processes that run one agent on one host share its store and take turns. A turn is held with flock(2), so the kernel
 ends it when its holder is killed. Two locks make it fair: the process that waits for `turn` holds `next`, so that one
-that has just finished its turn cannot take the following one before it.
+that has just finished its turn cannot take the following one before it. What users' code forks has no part in them: a
+child that outlives its killed parent would keep the turn.
 
 A file next to the locks names the message that the holder of a turn runs (`Underway`). A process that is killed had
 many messages in hand, but only the one that was running may have been the reason. The holder of the next turn finds it
 in the file and counts the attempt. The file is not synced: it has to survive the process, not a power cut.
 """
+
+from __future__ import annotations
 
 import asyncio
 import fcntl
@@ -16,6 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
+from weakref import WeakSet
 
 import msgspec
 
@@ -29,6 +33,18 @@ _END: Final = b"\n"
 _encode: Final = msgspec.json.Encoder().encode
 
 
+_open: Final[WeakSet[Turns]] = WeakSet()  # those of this process
+
+
+def _leave_to_parent() -> None:
+    """Close the lock files in a forked child: a lock is held for as long as anybody has its file open."""
+    for turns in list(_open):
+        turns.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Turns:
     """The turns at one store; `close` it at the end."""
 
@@ -36,6 +52,7 @@ class Turns:
         self._mine = asyncio.Lock()  # serves the tasks of this process in the order they came
         self._next = open_private(directory / f"{name}.next")
         self._turn = open_private(directory / f"{name}.turn")
+        _open.add(self)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -53,6 +70,7 @@ class Turns:
 
     def close(self) -> None:
         """Close the lock files; they stay, since removing a lock file lets two processes hold it."""
+        _open.discard(self)
         os.close(self._next)
         os.close(self._turn)
 
