@@ -193,7 +193,7 @@ def _decode(wanted: type, value: Any) -> Any:
         if "\0" in value:
             raise ValueError("Expected a path, got one with a NUL character")
         try:
-            return Path(os.path.expandvars(value)).expanduser()
+            return Path(os.path.expandvars(value)).expanduser().absolute()  # users' code may change the directory
         except RuntimeError as error:  # no such user, or one without a home
             raise ValueError(f"Expected a path, got {value!r}, whose home directory is unknown") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")

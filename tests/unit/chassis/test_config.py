@@ -40,6 +40,13 @@ def test_a_file_is_decoded_into_the_types_and_paths_are_expanded(tmp_path, monke
     assert config == Config(mesh="sea", state=Path("/home/ada/x"), limits=Limits(depth=3))
 
 
+def test_a_path_stays_where_it_was_though_users_code_changes_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(Config, None, prefix="P_", environ={"P_MESH": "sea", "P_STATE": "state"})
+    monkeypatch.chdir("/")
+    assert config.state.absolute() == tmp_path / "state"
+
+
 def test_the_environment_overrides_the_file_down_to_nested_settings_and_lists(tmp_path):
     environ = {"P_LIMITS_DEPTH": "5", "P_LIMITS_NAMES": "a, b", "P_MESH": "lake"}
     config = load(Config, write(tmp_path, 'mesh = "sea"'), prefix="P_", environ=environ)
