@@ -104,6 +104,14 @@ def test_what_an_agent_sees_is_what_a_replay_reads():
     assert isinstance(envelope.payload["share"], int)
 
 
+class Share(float):
+    """As numpy's float64, in this."""
+
+
+def test_an_agent_emits_what_a_program_may_send():
+    assert canonical({1: "one", "share": Share(0.5)}, "the payload") == b'{"1":"one","share":0.5}'
+
+
 @pytest.mark.parametrize("payload", [float("nan"), 2**53 + 1, object(), {"at": {1: object()}}, "\ud800"])
 def test_a_payload_that_json_cannot_hold_is_refused(payload: object):
     with pytest.raises(InvalidMessage, match="is not JSON"):

@@ -24,6 +24,7 @@ import msgspec
 import rfc8785
 import structlog
 
+from postroom._wire.arguments import to_json
 from postroom._wire.canonical import encode as encode_canonically
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
@@ -85,8 +86,8 @@ _decode_any: Final = msgspec.json.Decoder().decode
 def canonical(value: Any, what: str) -> bytes:
     """Return the canonical JSON of a payload; raises `InvalidMessage` where JSON cannot hold it."""
     try:
-        return encode_canonically(msgspec.to_builtins(value))
-    except (rfc8785.CanonicalizationError, TypeError, ValueError, RecursionError) as error:
+        return encode_canonically(_decode_any(to_json(value)))
+    except (rfc8785.CanonicalizationError, msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
 
 
