@@ -93,7 +93,8 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
     """Refuse a second consumer of subjects that a work queue gives to one; `others` says which has which subjects."""
     detail = (
         f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. If this "
-        "program had that name before, set it as its durable; otherwise stop the other program, and delete its consumer"
+        "program had that name before, set it as its durable; otherwise stop the other program, and delete its "
+        f"consumer: `nats consumer rm {stream} NAME`"
     )
     return Conflict.of("subjects_taken", detail)
 
