@@ -10,14 +10,15 @@ A package's migrations are `migrations/NNNN_name.sql`, forward only. Their numbe
 next for each minor release that changes it, and for a major release the first of the next thousand (…, 0007, 1001, …).
 `runs_on` is the one rule of which versions a program runs on.
 
-`why_refused` says why a Postgres URL cannot be used, without the password that it may hold.
+`why_refused` says why a Postgres URL cannot be used, without the password that it may hold. `leave_read_only` is what
+our pools of connections do with one that is given back.
 """
 
 import re
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
@@ -92,3 +93,15 @@ def missing_file(url: str) -> str | None:
             except OSError as error:
                 return f"the TLS options of database_url cannot be used: {option}={name}: {error.strerror}"
     return None
+
+
+async def leave_read_only(connection: Any) -> None:
+    """End a connection of asyncpg that goes back to its pool where its server took no writes, as a standby does.
+
+    Only a new one finds the server that takes them: after a failover the name of the host may lead elsewhere, and
+    nothing breaks a connection to what is a standby now. Postgres reports both settings by itself, so it is asked for
+    nothing: no program leaves its session changed. (A transaction left open is still ended.)
+    """
+    settings = connection.get_settings()
+    if "on" in (getattr(settings, name, "off") for name in ("in_hot_standby", "default_transaction_read_only")):
+        connection.terminate()

@@ -19,7 +19,7 @@ import asyncpg
 import structlog
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom._wire.sql import load_queries, migrations, missing_file, runs_on, why_refused
+from postroom._wire.sql import leave_read_only, load_queries, migrations, missing_file, runs_on, why_refused
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 
@@ -133,7 +133,7 @@ async def open_pool(
             min_size=kept,
             max_size=connections,
             init=on_connect,
-            reset=_as_it_is,
+            reset=leave_read_only,
             timeout=CONNECT_SECONDS,
             command_timeout=_COMMAND_SECONDS,
             server_settings={"application_name": name, **_SERVER_SETTINGS, **(settings or {})},
@@ -214,13 +214,6 @@ async def open_rooms(
 async def rest_since(started: float) -> None:
     """Rest four times as long as the slice of a sweep since `started` (monotonic) took, so that others have a turn."""
     await asyncio.sleep(_REST_PER_SLICE * (time.monotonic() - started))
-
-
-async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
-    """Ask the server for nothing when a connection goes back to its pool: no program leaves its session changed.
-
-    (By default there is one more round trip for every use of a connection. A transaction left open is still ended.)
-    """
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import asyncpg
 import msgspec
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
-from postroom._wire.sql import load_queries, read_sql, runs_on
+from postroom._wire.sql import leave_read_only, load_queries, read_sql, runs_on
 from postroom.claims.postgres import PostgresClaims
 from postroom.once.model import PARTS, Scope, absent, table, unavailable, unusable
 
@@ -23,7 +23,7 @@ _CONNECTIONS: Final = 4
 _CONNECT_SECONDS: Final = 5.0
 _COMMAND_SECONDS: Final = 5.0
 
-# Errors that pass: no connection, a server that stops or is full, a deadlock, a lock that took too long.
+# Errors that pass: no connection, a server that stops, is full or a standby, a deadlock, a lock that took too long.
 _PASSING: Final = (
     OSError,
     TimeoutError,
@@ -34,6 +34,7 @@ _PASSING: Final = (
     asyncpg.InsufficientResourcesError,
     asyncpg.TransactionRollbackError,
     asyncpg.LockNotAvailableError,
+    asyncpg.ReadOnlySQLTransactionError,
 )
 
 
@@ -55,7 +56,12 @@ class PostgresStore(PostgresClaims):
         try:
             async with _mapped():
                 pool = await asyncpg.create_pool(
-                    url, min_size=1, max_size=_CONNECTIONS, timeout=_CONNECT_SECONDS, command_timeout=_COMMAND_SECONDS
+                    url,
+                    min_size=1,
+                    max_size=_CONNECTIONS,
+                    reset=leave_read_only,
+                    timeout=_CONNECT_SECONDS,
+                    command_timeout=_COMMAND_SECONDS,
                 )
         except ValueError as error:
             raise unusable("its address is not a Postgres URL (postgresql://user@host/database)") from error

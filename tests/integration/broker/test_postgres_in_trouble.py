@@ -22,6 +22,7 @@ Trouble = Callable[[str], Any]
 REFUSING = "ALTER DATABASE {name} CONNECTION LIMIT 0"
 RENAMED = "ALTER DATABASE {name} RENAME TO {name}_away"
 READ_ONLY = "ALTER DATABASE {name} SET default_transaction_read_only = on"
+WRITABLE = "ALTER DATABASE {name} RESET default_transaction_read_only"
 END_SESSIONS = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1 AND backend_type = 'client backend'
 """
@@ -102,6 +103,29 @@ async def test_a_postgres_that_takes_no_writes_is_not_ready_and_keeps_nothing(
     refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
     assert (refused.status, refused.code) == (503, "database_unavailable")
     assert (await broker.admin.get("/v1/topics", mesh="demo")).status == 200
+
+
+async def test_a_postgres_that_takes_writes_again_does_over_new_connections(
+    broker: Any, trouble: Trouble, elsewhere: Any, database_url: str, message: Message
+) -> None:
+    async def lists_topics() -> bool:
+        return (await broker.admin.get("/v1/topics", mesh="demo")).status == 200
+
+    async def creates_a_topic() -> bool:
+        return (await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})).status == 201
+
+    async def accepts() -> bool:
+        return (await broker.member("alice").send_one(message("id-1"))).status == 201
+
+    await trouble(READ_ONLY)
+    await until_so(lists_topics)  # over a connection that cannot write, and would not do so afterwards either
+    assert (await broker.nobody.get("/ready")).status == 503
+    name = database_url.partition("@/")[2].partition("?")[0]
+    await elsewhere.execute(WRITABLE.format(name=name))
+
+    await until_so(creates_a_topic, "a topic can be created")
+    await until_so(accepts, "a message is accepted")
+    assert (await broker.nobody.get("/ready")).status == 200
 
 
 async def test_a_postgres_without_space_is_said_until_a_batch_is_stored(

@@ -13,7 +13,11 @@ from typing import Any
 
 import asyncpg
 import pytest
+from support.databases import execute
+from support.waiting import until_so
 
+from embedded import EmbeddedPostgres
+from postroom._wire.sql import read_sql
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
 from postroom.once import Run, Scope, open_registry
 from postroom.once.postgres import PostgresStore
@@ -197,6 +201,29 @@ async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path
         await PostgresStore.open("postgresql://host:port/")
     with pytest.raises(PostroomError, match="No such file"):
         await SqliteStore.open(tmp_path / "absent" / "once.db")
+
+
+async def test_a_postgres_that_takes_no_writes_is_worth_another_try_and_its_connections_are_replaced(
+    database_url: str, postgres_server: EmbeddedPostgres
+) -> None:
+    name = database_url.partition("@/")[2].partition("?")[0]
+    await execute(postgres_server, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    reader = await asyncpg.connect(database_url)
+    await reader.execute("SET default_transaction_read_only = off")
+    await reader.execute(read_sql("postroom.once", "sql/postgres_schema.sql"))
+    await reader.close()
+    async with open_registry(database_url) as registry:
+
+        async def claims() -> bool:
+            try:
+                async with registry.once("", "orders", "k"):
+                    return True
+            except Unavailable:
+                return False
+
+        assert not await claims()
+        await execute(postgres_server, f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        await until_so(claims, "a key can be claimed")
 
 
 @pytest.mark.parametrize("url", ["", "mysql://host/db", "sqlite:once.db", "sqlite://once.db", "memory", "memory:x"])
