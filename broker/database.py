@@ -114,7 +114,9 @@ class Database:
         try:
             async with unavailable_as_503(), self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
                 read_only = await connection.fetchval(QUERIES["is_read_only"])
-        except TryAgain:
+        except TryAgain as error:
+            if isinstance(error.__cause__, asyncpg.CannotConnectNowError):  # it says why: it starts, or is a standby
+                return f"Postgres cannot be used now ({error.__cause__}): the broker cannot accept messages"
             return "Postgres does not answer, or refuses the login: the broker cannot accept messages"
         return "Postgres is read-only, as a standby is: the broker cannot accept messages" if read_only else None
 

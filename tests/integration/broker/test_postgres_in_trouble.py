@@ -23,6 +23,11 @@ REFUSING = "ALTER DATABASE {name} CONNECTION LIMIT 0"
 RENAMED = "ALTER DATABASE {name} RENAME TO {name}_away"
 READ_ONLY = "ALTER DATABASE {name} SET default_transaction_read_only = on"
 WRITABLE = "ALTER DATABASE {name} RESET default_transaction_read_only"
+AS_ON_A_STANDBY = """
+CREATE OR REPLACE FUNCTION mesh.current_incarnation() RETURNS uuid LANGUAGE plpgsql AS $$ BEGIN
+  RAISE EXCEPTION 'the database is a standby' USING ERRCODE = 'cannot_connect_now';
+END $$
+"""
 END_SESSIONS = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1 AND backend_type = 'client backend'
 """
@@ -103,6 +108,20 @@ async def test_a_postgres_that_takes_no_writes_is_not_ready_and_keeps_nothing(
     refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
     assert (refused.status, refused.code) == (503, "database_unavailable")
     assert (await broker.admin.get("/v1/topics", mesh="demo")).status == 200
+
+
+async def test_a_postgres_that_says_why_it_cannot_be_used_is_quoted(
+    broker: Any, trouble: Trouble, database_url: str
+) -> None:
+    owner = await asyncpg.connect(database_url)
+    await owner.execute(AS_ON_A_STANDBY)
+    await owner.close()
+    await trouble("SELECT")
+
+    async def standby() -> bool:
+        return "(the database is a standby)" in str((await broker.nobody.get("/ready")).body)
+
+    await until_so(standby, "the reason is the server's")
 
 
 async def test_a_postgres_that_takes_writes_again_does_over_new_connections(
