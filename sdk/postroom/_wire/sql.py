@@ -15,6 +15,7 @@ our pools of connections do with one that is given back.
 """
 
 import re
+from configparser import Error as ServiceFileError
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,11 @@ from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
-NO_URL: Final = "database_url is not a Postgres URL (postgresql://user@host/database)"
+UNUSABLE: Final = (ValueError, ServiceFileError)
+"""What asyncpg raises for a URL that it cannot use, or for the service file that one names."""
+
+_NO_URL: Final = "is not a Postgres URL (postgresql://user@host/database; a / or # in a password is written %2F or %23)"
+_NO_SERVICE: Final = "names a service of a file that cannot be read: write [name], then key=value lines; for % write %%"
 _MAJOR: Final = 1000  # versions of a schema, at most, that one major release may have
 _FILES: Final = ("sslrootcert", "sslcert", "sslkey", "sslcrl")
 _REMEDY: Final = "name the authority's certificate with sslrootcert=FILE"
@@ -72,12 +77,14 @@ def runs_on(found: int, known: int) -> bool:
     return found > 0 and abs(found - known) <= 1
 
 
-def why_refused(error: Exception) -> str:
-    """Say what is wrong with a URL that asyncpg refused: one of its TLS options, or the whole."""
+def why_refused(error: Exception, what: str = "database_url") -> str:
+    """Say what is wrong with a URL that asyncpg refused (`UNUSABLE`), `what`: one of its TLS options, or the whole."""
+    if isinstance(error, ServiceFileError):  # its text quotes lines of the file, and so passwords
+        return f"{what} {_NO_SERVICE}"
     said = str(error).partition("\n")[0]
     if "certificate" in said or "`ssl" in said:  # in these asyncpg quotes only files and the possible values
-        return f"the TLS options of database_url cannot be used: {said}; {_REMEDY}"
-    return NO_URL
+        return f"the TLS options of {what} cannot be used: {said}; {_REMEDY}"
+    return f"{what} {_NO_URL}"
 
 
 def missing_file(url: str) -> str | None:

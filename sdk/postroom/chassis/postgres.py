@@ -19,7 +19,7 @@ import asyncpg
 import structlog
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom._wire.sql import leave_read_only, load_queries, migrations, missing_file, runs_on, why_refused
+from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, migrations, missing_file, runs_on, why_refused
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 
@@ -243,7 +243,7 @@ def _fatal_when_closed(url: str) -> Iterator[None]:
     try:
         with fatal_errors():
             yield
-    except ValueError as error:
+    except UNUSABLE as error:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
 
 

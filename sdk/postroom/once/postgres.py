@@ -12,7 +12,7 @@ import asyncpg
 import msgspec
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
-from postroom._wire.sql import leave_read_only, load_queries, read_sql, runs_on
+from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, read_sql, runs_on, why_refused
 from postroom.claims.postgres import PostgresClaims
 from postroom.once.model import PARTS, Scope, absent, table, unavailable, unusable
 
@@ -63,8 +63,8 @@ class PostgresStore(PostgresClaims):
                     timeout=_CONNECT_SECONDS,
                     command_timeout=_COMMAND_SECONDS,
                 )
-        except ValueError as error:
-            raise unusable("its address is not a Postgres URL (postgresql://user@host/database)") from error
+        except UNUSABLE as error:
+            raise unusable(why_refused(error, "its address")) from error
         store = cls(pool, owned=True)
         try:
             await store.prepare(create=create)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from postroom._wire.sql import missing_file, why_refused
+from postroom._wire.sql import UNUSABLE, missing_file, why_refused
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         raise InvalidMessage.of("invalid_option", missing, field="database_url")
     try:
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
-    except (ValueError, asyncpg.ClientConfigurationError) as error:
+    except (*UNUSABLE, asyncpg.ClientConfigurationError) as error:
         raise InvalidMessage.of("invalid_option", why_refused(error), field="database_url") from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         raise Unavailable.of("database_unavailable", f"cannot open the database: {error}", retryable=True) from error

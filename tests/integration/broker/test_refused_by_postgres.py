@@ -72,18 +72,27 @@ REFUSALS = {
     "a role that does not exist": (Exit.CONFIG, "stranger"),
     "a database that does not exist": (Exit.CONFIG, '"nowhere" does not exist'),
     "a malformed url": (Exit.CONFIG, "database_url is not a Postgres URL"),
+    "a line in the service file": (Exit.CONFIG, "names a service of a file that cannot be read"),
+    "a password in the service file": (Exit.CONFIG, "for % write %%"),
     "a role without rights": (Exit.NOT_PERMITTED, "permission denied"),
     "nobody listening": (Exit.UNAVAILABLE, "cannot open the database"),
 }
 
 
 @pytest.fixture(params=REFUSALS)
-def refusal(request: pytest.FixtureRequest, guarded: EmbeddedPostgres) -> tuple[str, Exit, str]:
+def refusal(
+    request: pytest.FixtureRequest, guarded: EmbeddedPostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Exit, str]:
+    services = tmp_path / "pg_service.conf"
+    services.write_text(f"[mail]\npassword{' ' if 'a line' in request.param else '=%'}not-the-password\n")
+    monkeypatch.setenv("PGSERVICEFILE", str(services))
     urls = {
         "a wrong password": _as(guarded, "guest", "not-the-password"),
         "a role that does not exist": _as(guarded, "stranger"),
         "a database that does not exist": guarded.url_of("nowhere"),
         "a malformed url": "nonsense:not-the-password",
+        "a line in the service file": "postgresql:///own?service=mail",
+        "a password in the service file": "postgresql:///own?service=mail",
         "a role without rights": _as(guarded, "guest", PASSWORD),
         "nobody listening": "postgresql://guest:not-the-password@127.0.0.1:1/own",
     }
