@@ -43,6 +43,7 @@ _SERVER_SETTINGS: Final = {
     "timezone": "UTC",
     "default_transaction_isolation": "read committed",  # what correctness rests on, whatever the database's default is
 }
+_PATIENTLY: Final = {**_SERVER_SETTINGS, "statement_timeout": "0", "lock_timeout": "0"}  # a migration, or a check
 
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
 # (`InternalClientError`: the pool has handed out a connection that is about to end and does not know it yet.)
@@ -87,9 +88,12 @@ def uuid_of(text: object) -> UUID | None:
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is not a Postgres URL."""
+    """Open one connection, whose statements may take as long as they need, whatever the role or the database has set.
+
+    Raises `Fatal` as `fatal_errors` says, and 78 where `url` is not a Postgres URL.
+    """
     with _fatal_when_closed(url):
-        return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+        return await asyncpg.connect(url, timeout=CONNECT_SECONDS, server_settings=_PATIENTLY)
 
 
 def acting(connection: Connection) -> str:
