@@ -17,7 +17,7 @@ from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import show_findings
 from postroom import AsyncClient, BrokerClient, PostroomError
 from postroom._wire.programs import LOW_DISK_BYTES
-from postroom.chassis.exits import Exit, Fatal, Finding
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
 
 if TYPE_CHECKING:
     from postroom._wire.administration import BrokerHealth
@@ -134,6 +134,10 @@ async def _servers() -> AsyncIterator[Finding]:
         ("redis", "POSTROOM_REDIS_URL", _redis),
         ("nats", "POSTROOM_NATS_URL", _nats),
     )
+    remedies = {  # of an error that does not say itself what to do
+        Exit.UNAVAILABLE: "start it (`postroom up` starts one of its own), or correct {}",
+        Exit.CONFIG: "correct {}",
+    }
     for subject, variable, ask in asked:
         url = os.environ.get(variable)
         if not url:
@@ -141,8 +145,8 @@ async def _servers() -> AsyncIterator[Finding]:
         try:
             yield Finding(subject, "ok", await ask(url))
         except (PostroomError, Fatal) as error:
-            remedy = f"start it (`postroom up` starts one of its own), or correct {variable}"
-            yield Finding(subject, "failed", str(error), remedy)
+            code = error.exit_code if isinstance(error, Fatal) else EXIT_OF.get(type(error).__name__, Exit.FAILED)
+            yield Finding(subject, "failed", str(error), remedies.get(code, "").format(variable) or None)
 
 
 async def _postgres(url: str) -> str:

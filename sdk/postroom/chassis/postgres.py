@@ -63,20 +63,41 @@ POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fa
 # The same values are refused again, however often they are sent.
 REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
 
-# The exit code of an error; a server that starts, stops or is full counts as one that cannot be reached.
-_EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
-    (UNREACHABLE, Exit.UNAVAILABLE),
-    ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
-    ((asyncpg.TooManyConnectionsError,), Exit.UNAVAILABLE),
-    ((asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError), Exit.CONFIG),
-    ((asyncpg.InsufficientPrivilegeError,), Exit.NOT_PERMITTED),
+# The exit code and the sentence of an error; a server that starts or stops counts as one that cannot be reached.
+_ENDINGS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit, str]]] = (
+    (
+        (*UNREACHABLE, asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError),
+        Exit.UNAVAILABLE,
+        "cannot open the database (database_url)",
+    ),
+    (
+        (asyncpg.TooManyConnectionsError,),
+        Exit.TRY_AGAIN,
+        "the database takes no more connections: raise its max_connections or the role's limit, or run fewer programs",
+    ),
+    (
+        (asyncpg.ReadOnlySQLTransactionError,),
+        Exit.TRY_AGAIN,
+        "the database takes no writes: name the primary in database_url, or all hosts and target_session_attrs=primary",
+    ),
+    (
+        (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError),
+        Exit.CONFIG,
+        "the database refused the login: correct database_url, or create the role or the database",
+    ),
+    (
+        (asyncpg.InsufficientPrivilegeError,),
+        Exit.NOT_PERMITTED,
+        "the role of database_url lacks the permission for this: grant it",
+    ),
+    ((Exception,), Exit.FAILED, "the database refused"),
 )
-_SENTENCES: Final[Mapping[Exit, str]] = {
-    Exit.UNAVAILABLE: "cannot open the database (database_url)",
-    Exit.CONFIG: "the database refused the login: correct database_url, or create the role or the database",
-    Exit.NOT_PERMITTED: "the role of database_url lacks the permission for this: grant it",
-    Exit.FAILED: "the database refused",
-}
+# What Postgres raises for an option of a URL that it does not have, or that no session may set
+_BAD_OPTION: Final = (
+    asyncpg.UndefinedObjectError,
+    asyncpg.InvalidParameterValueError,
+    asyncpg.CantChangeRuntimeParamError,
+)
 
 
 def uuid_of(text: object) -> UUID | None:
@@ -224,20 +245,20 @@ async def rest_since(started: float) -> None:
 def fatal_errors() -> Iterator[None]:
     """Turn errors of Postgres into `Fatal`, for programs that cannot go on without it.
 
-    69 where it can't be reached, 78 where it knows no such role, password or database, 77 where the role may not do
-    what the program does, 1 for anything else.
+    69 where it can't be reached, 75 where it is full or read-only, 78 where it knows no such role, password or
+    database, 77 where the role may not do what the program does, 1 for anything else.
     """
     try:
         yield
     except asyncpg.ClientConfigurationError as error:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
     except POSTGRES_ERRORS as error:
-        code = next((code for kinds, code in _EXITS if isinstance(error, kinds)), Exit.FAILED)
+        code, sentence = next((code, sentence) for kinds, code, sentence in _ENDINGS if isinstance(error, kinds))
         said = str(error).partition("\n")[0]  # the lines after it are details and hints
         reason = (
             f"{type(error).__name__}: {said}" if said or not isinstance(error, TimeoutError) else "no answer in time"
         )
-        raise Fatal(code, f"{_SENTENCES[code]}: {reason}") from error
+        raise Fatal(code, f"{sentence}: {reason}") from error
 
 
 @contextmanager
@@ -246,7 +267,10 @@ def _fatal_when_closed(url: str) -> Iterator[None]:
         raise Fatal(Exit.CONFIG, missing)
     try:
         with fatal_errors():
-            yield
+            try:
+                yield
+            except _BAD_OPTION as error:
+                raise Fatal(Exit.CONFIG, f"Postgres refuses an option of database_url: {error}; remove it") from error
     except UNUSABLE as error:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
 

@@ -16,7 +16,7 @@ from broker.__main__ import find_orphans
 from broker.database import Database, migrate
 from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import fatal_errors
+from postroom.chassis.postgres import connected, fatal_errors
 
 PASSWORD = "the-guest's-password"
 COMMANDS = (
@@ -45,9 +45,10 @@ async def _guard(server: EmbeddedPostgres) -> None:
     postgres = await asyncpg.connect(server.url.replace("postroom@", "postgres@"))
     await postgres.execute("CREATE DATABASE own OWNER postroom")
     await postgres.execute(f"""CREATE ROLE guest LOGIN PASSWORD '{PASSWORD.replace("'", "''")}'""")
+    await postgres.execute("CREATE ROLE crowd LOGIN CONNECTION LIMIT 0")
     await migrate(server.url_of("own"))
     rules = server.directory / "pg_hba.conf"
-    rules.write_text("local all guest scram-sha-256\n" + rules.read_text())
+    rules.write_text("local all guest scram-sha-256\nlocal all crowd trust\n" + rules.read_text())
     await postgres.execute("SELECT pg_reload_conf()")
     await postgres.close()
     while not await _gets_in(_as(server, "guest", PASSWORD)):  # until the server has read its rules again
@@ -75,6 +76,9 @@ REFUSALS = {
     "a line in the service file": (Exit.CONFIG, "names a service of a file that cannot be read"),
     "a password in the service file": (Exit.CONFIG, "for % write %%"),
     "a role without rights": (Exit.NOT_PERMITTED, "permission denied"),
+    "an option of libpq": (Exit.CONFIG, 'option of database_url: .*"connect_timeout"; remove it'),
+    "an option of the server": (Exit.CONFIG, 'option of database_url: .*"wal_level".*; remove it'),
+    "a role with too many connections": (Exit.TRY_AGAIN, "raise its max_connections or the role's limit"),
     "nobody listening": (Exit.UNAVAILABLE, "cannot open the database"),
 }
 
@@ -94,6 +98,9 @@ def refusal(
         "a line in the service file": "postgresql:///own?service=mail",
         "a password in the service file": "postgresql:///own?service=mail",
         "a role without rights": _as(guarded, "guest", PASSWORD),
+        "an option of libpq": guarded.url_of("own") + "&connect_timeout=10",
+        "an option of the server": guarded.url_of("own") + "&wal_level=minimal",
+        "a role with too many connections": _as(guarded, "crowd"),
         "nobody listening": "postgresql://guest:not-the-password@127.0.0.1:1/own",
     }
     return urls[request.param], *REFUSALS[request.param]
@@ -127,6 +134,13 @@ async def test_every_command_says_it_and_ends_with_it(
     assert said.decode().count("\n") == 1
     assert b"permission denied" in said
     assert b"Traceback" not in said
+
+
+async def test_a_database_without_writes_is_worth_another_try(database_url: str) -> None:
+    async with connected(database_url + "&default_transaction_read_only=on") as connection:
+        with pytest.raises(Fatal, match="takes no writes: name the primary") as refused, fatal_errors():
+            await connection.execute("CREATE SCHEMA mail")
+    assert refused.value.exit_code == Exit.TRY_AGAIN
 
 
 async def test_whatever_else_postgres_refuses_is_a_failure(database_url: str) -> None:

@@ -1,10 +1,14 @@
 """`postroom doctor` and the servers that the environment names: real ones, and addresses where nobody listens."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.databases import execute
 from support.terminal import Terminal
+
+from embedded import EmbeddedPostgres
 
 NOBODY = "127.0.0.1:1"
 
@@ -53,11 +57,25 @@ def test_a_server_that_does_not_answer_is_a_failure_that_says_what_to_do(short_d
         assert "hidden" not in str(found[subject])
 
 
+async def test_a_postgres_that_is_full_need_not_be_started(
+    short_directory: Path, database_url: str, postgres_server: EmbeddedPostgres
+) -> None:
+    name = database_url.partition("@/")[2].partition("?")[0]
+    await execute(postgres_server, f"ALTER DATABASE {name} CONNECTION LIMIT 0")
+    found = (await asyncio.to_thread(findings, short_directory, POSTROOM_DATABASE_URL=database_url))["postgres"]
+    assert "raise its max_connections" in found["detail"]
+    assert "remedy" not in found
+
+
 def test_an_address_that_is_none_is_a_failure_and_no_traceback(short_directory: Path) -> None:
     text = "nonsense://hidden"
     named = {f"POSTROOM_{name}_URL": text for name in ("DATABASE", "REDIS", "NATS")}
     found = findings(short_directory, **named)
-    assert {found[name]["verdict"] for name in ("postgres", "redis", "nats")} == {"failed"}
+    for name in ("postgres", "redis", "nats"):
+        assert (found[name]["verdict"], found[name]["remedy"]) == (
+            "failed",
+            f"correct POSTROOM_{'DATABASE' if name == 'postgres' else name.upper()}_URL",
+        )
 
 
 @pytest.mark.parametrize(
