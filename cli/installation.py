@@ -91,7 +91,8 @@ def parse_status(arguments: list[str], environ: Mapping[str, str] = os.environ) 
 class Sight:
     """What was seen: processes of `up`, programs, consumers, what is wrong, and what could not be asked and why.
 
-    `minutes` are those of the last hour, where they were asked for; consumers have their past then.
+    `minutes` are those of the last hour, where they were asked for; consumers have their past then. With `cut_off` the
+    broker has no Postgres to write to: what it still knows is shown, and that reports do not come is no news.
     """
 
     processes: list[dict[str, Any]] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Sight:
     letters: dict[str, int] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    cut_off: bool = False
 
     @property
     def exit_code(self) -> Exit:
@@ -116,7 +118,8 @@ class Sight:
         except NotPermitted:
             self.unseen.append(f"{what}: only the administrator may see that (POSTROOM_ADMIN_TOKEN_FILE)")
         except PostroomError as error:
-            self.troubles.append(Trouble(what, str(error), "postroom doctor", "down"))
+            if not self.cut_off:
+                self.troubles.append(Trouble(what, str(error), "postroom doctor", "down"))
         return None
 
 
@@ -127,7 +130,8 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     daemon, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight, hour=hour))
     if daemon is not None:
         sight.programs = _with_daemon(sight.programs, daemon)
-    sight.troubles = worst_first([*sight.troubles, *troubles_of(sight.programs)])
+    heard = [one for one in sight.programs if not (one.away and sight.cut_off)]
+    sight.troubles = worst_first([*sight.troubles, *troubles_of(heard)])
     return sight
 
 
@@ -331,7 +335,7 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
             return
         if health.status == "unavailable":
             sight.troubles += [Trouble(thing, one, "postroom doctor", "down") for one in health.reasons]
-            return
+            sight.cut_off = True
         page, consumers, sources, letters, jobs = await asyncio.gather(
             sight.ask(client.list_things(PROGRAMS, ProgramsQuery()), "programs"),
             sight.ask(client.list_things(CONSUMERS, ConsumersQuery(last=_MINUTES if hour else 0)), "consumers"),
@@ -347,7 +351,7 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
         sight.consumers = consumers.consumers
         sight.unseen += [] if consumers.unread is None else [consumers.unread.detail]
         sight.troubles += troubles_of(consumers.consumers)
-    if sources is not None:
+    if sources is not None and page is not None:
         sight.troubles += troubles_of(sources.sources)
         sight.troubles += _of_workers(sight.programs, sum(one.count for one in sources.sources))
     if letters is not None:

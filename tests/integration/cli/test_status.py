@@ -28,6 +28,10 @@ from postroom import BrokerClient
 
 HEAVY = ("typer", "click", "rich", "aiohttp", "pydantic", "asyncpg", "nats", "uvloop", "prometheus_client")
 
+END_SESSIONS = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'status' AND pid <> pg_backend_pid()
+"""
+
 
 class Office:
     """A mail room with two daemons, of alice and of bob, and an administrator at alice's."""
@@ -278,6 +282,25 @@ def test_a_broker_that_cannot_be_reached_is_said_and_the_daemon_is_shown_all_the
     nowhere = office.user.run("status", "--socket", office.room.directory / "no.sock")
     assert nowhere.code == 69
     assert nowhere.out.startswith(f"the daemon at {office.room.directory / 'no.sock'}: no daemon at ")
+
+
+def test_a_postgres_that_takes_no_writes_is_named_and_the_programs_are_shown_all_the_same(
+    office: Office, well: Outcome
+) -> None:
+    assert well.code == 0
+    look = functools.partial(office.user.run, "status", "--json")
+    office.execute("ALTER DATABASE status SET default_transaction_read_only = on")
+    try:
+        office.execute(END_SESSIONS)
+        seen = wait_until(look, holds=lambda seen: "is read-only" in seen.out)
+    finally:
+        office.execute("BEGIN READ WRITE; ALTER DATABASE status RESET ALL; COMMIT")
+    assert (seen.code, sorted(one["kind"] for one in seen.json if "kind" in one)) == (
+        69,
+        ["broker", "daemon", "daemon", "worker"],
+    )
+    assert next(iter(troubles(seen))) == f"the broker at {office.room.broker_urls[0]}"
+    wait_until(look, holds=lambda seen: seen.code == 0)
 
 
 def test_a_member_sees_the_daemons_of_its_mesh_and_is_told_what_is_missing(office: Office, well: Outcome) -> None:
