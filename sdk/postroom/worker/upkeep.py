@@ -44,6 +44,7 @@ _log = structlog.get_logger(__name__)
 _FIRST_SECONDS: Final = 20.0  # that a worker waits at its start for the streams of its consumers and agents
 _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
 _DURABLES_SECONDS: Final = 10.0  # for which the state of the consumers is cached
+_DURABLES_PATIENCE: Final = 1.0  # that a scrape of the metrics waits for a new look at it
 _LAG_SECONDS: Final = 30.0  # between two notes of how far behind they are: one in each minute at least
 _LINK_SECONDS: Final = 0.5  # between two looks whether NATS can be asked
 
@@ -80,6 +81,7 @@ class Upkeep:
         self._keys = PostgresStore(pool)  # of all tenants, topics and groups; it exists where handlers created it
         self._durables: Sequence[Durable] = ()
         self._durables_at = -math.inf  # by the loop's clock
+        self._looking: asyncio.Task[None] | None = None  # at the consumers
 
     async def run(self) -> None:
         """Maintain the streams until `stop`; an outage of NATS or Postgres ends one round only."""
@@ -95,18 +97,31 @@ class Upkeep:
     async def durables(self) -> Sequence[Durable]:
         """Return how far the durable consumers of all meshes are, as of at most ten seconds ago.
 
-        There are none where the database has no meshes, or while NATS or Postgres cannot be asked.
+        There are none where the database has no meshes, or while NATS or Postgres does not answer at once: a later call
+        has what they say.
         """
         link, now = self._link, asyncio.get_running_loop().time()
-        if link is None or not self._has_broker or now - self._durables_at < _DURABLES_SECONDS:
+        if link is None or not self._has_broker:
             return self._durables
-        self._durables_at, found = now, list[Durable]()
-        with suppress(*NATS_ERRORS, *POSTGRES_ERRORS):
-            meshes = [row["slug"] for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"])]
-            begun, unreachable = await count_begun(self._pool), await find_unreachable(self._pool)
-            found = await list_durables(link.js, meshes, begun, unreachable)
-        self._durables = found
-        return found
+        if self._looking is None and now - self._durables_at >= _DURABLES_SECONDS:
+            self._durables_at = now
+            self._looking = asyncio.create_task(self._look_at_durables(link), name="durables")
+        if (looking := self._looking) is not None:
+            await asyncio.wait({looking}, timeout=_DURABLES_PATIENCE)
+            if not looking.done():
+                return ()
+            looking.result()
+        return self._durables
+
+    async def _look_at_durables(self, link: Link) -> None:
+        self._durables = ()
+        try:
+            with suppress(*NATS_ERRORS, *POSTGRES_ERRORS):
+                meshes = [row["slug"] for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"])]
+                begun, unreachable = await count_begun(self._pool), await find_unreachable(self._pool)
+                self._durables = await list_durables(link.js, meshes, begun, unreachable)
+        finally:
+            self._looking = None
 
     async def note_lag(self) -> None:
         """Record how far behind the durable consumers are in each minute, until cancelled."""

@@ -39,6 +39,7 @@ from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.postgres import DELIVERIES, PostgresClaim, PostgresSource
 from postroom.delivery.publishing.record import Record
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
+from postroom.worker.upkeep import _CALL_SECONDS
 
 DIGEST = b"d" * 32
 ALICE = Member(name="alice", role="member", mesh_id=1, mesh="demo", member_id=1, token_sha256=DIGEST)
@@ -530,6 +531,29 @@ async def test_metrics_tell_of_every_durable_consumer_of_the_meshes_also_of_one_
     )}  # fmt: skip
     assert {name: value for name, value in said.items() if name in books} == books
     assert "ELSEWHERE" not in text
+
+
+async def test_its_metrics_do_not_wait_for_a_nats_that_stands_still(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    client = await nats.connect(own_nats.url)
+    await client.jetstream().add_stream(name="DEMO_EVENTS", subjects=["demo.event.>"])
+    await client.jetstream().add_consumer("DEMO_EVENTS", nats.js.api.ConsumerConfig(durable_name="books"))
+    await client.close()
+    with worker(**urls(accepting, own_nats)) as (_, started):
+
+        async def knows_the_consumer() -> bool:
+            patience = aiohttp.ClientTimeout(total=_CALL_SECONDS - 1)
+            async with aiohttp.ClientSession(timeout=patience) as session:
+                return 'consumer="books"' in await (await session.get(f"{started['page']}/metrics")).text()
+
+        await until_so(knows_the_consumer)
+        os.kill(own_nats.process.pid, signal.SIGSTOP)
+        try:
+            await until_so(knows_the_consumer, holds=not_)  # as of at most ten seconds ago
+        finally:
+            os.kill(own_nats.process.pid, signal.SIGCONT)
+        await until_so(knows_the_consumer)
 
 
 async def test_it_keeps_how_far_behind_each_consumer_is(accepting: Accepting, own_nats: EmbeddedNats) -> None:
