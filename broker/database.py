@@ -29,7 +29,7 @@ _READING_CONNECTIONS: Final = 8
 _RING_SECONDS: Final = 0.005  # between two rings: publishers that have just been woken check again by themselves
 
 # What Postgres answers while it cannot do what is asked, through no fault of the request: it starts, stops or is full,
-# a statement ran out of time or met a lock, it is a standby, or our role or database is being changed.
+# a statement ran out of time or met a lock, it is a standby, or our role or database is changed, or lacks a right.
 _NOT_NOW: Final = (
     asyncpg.OperatorInterventionError,
     asyncpg.InsufficientResourcesError,
@@ -39,6 +39,7 @@ _NOT_NOW: Final = (
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
+    asyncpg.InsufficientPrivilegeError,
 )
 # the tables of deliveries come first: an accept and the steps of jobs write to their outbox
 ROOMS: Final = ("postroom.delivery", "broker", "postroom.ledger")
@@ -51,7 +52,7 @@ class Database:
         self.accepting = accepting
         self.reading = reading
         self.tokens = tokens
-        self.lack: str | None = None  # what Postgres lacked for the last batch, by its own words
+        self.lack: str | None = None  # why Postgres did not store the last batch, by its own words
         self._shares = Shares(_READING_CONNECTIONS)
         self._unrung: set[str] = set()
         self._ringing: asyncio.Task[None] | None = None

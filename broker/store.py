@@ -144,7 +144,7 @@ class AcceptStore:
                 raise Unwanted
             try:
                 written = await self._write_all(connection, sender, parts)
-            except asyncpg.InsufficientResourcesError as error:
+            except (asyncpg.InsufficientResourcesError, asyncpg.InsufficientPrivilegeError) as error:
                 self._database.lack = str(error).partition("\n")[0]
                 raise
         self._database.lack = None

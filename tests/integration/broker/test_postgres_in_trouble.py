@@ -168,6 +168,24 @@ async def test_a_postgres_without_space_is_said_until_a_batch_is_stored(
     assert (await broker.nobody.get("/health")).body["status"] == "ok"
 
 
+async def test_a_role_that_may_not_write_is_said_and_no_internal_error(
+    broker: Any, database_url: str, message: Message
+) -> None:
+    owner = await asyncpg.connect(database_url)
+    await owner.execute("REVOKE INSERT ON mesh.topic_message, mesh.topic FROM postroom")
+    alice = broker.member("alice")
+    assert (await alice.send_one(message("id-1"))).problem.code == "outcome_unknown"
+    assert (await broker.nobody.get("/ready")).body["reasons"] == [
+        "Postgres could not store the last batch: permission denied for table topic_message"
+    ]
+    refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
+    assert (refused.status, refused.code) == (503, "database_unavailable")
+
+    await owner.execute("GRANT INSERT ON mesh.topic_message, mesh.topic TO postroom")
+    await owner.close()
+    assert (await alice.send_one(message("id-1"))).status == 201
+
+
 async def test_a_lock_that_is_not_given_in_time_is_a_503(
     migrated: Any, start_broker: Any, postgres: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
