@@ -123,7 +123,8 @@ def new_token() -> str:
 def read_admin_token(file: Path | None) -> bytes | None:
     """Return the digest of the administrator's token, or None where none is configured.
 
-    Raises `Fatal` (78) for a file that is missing, not a regular file, empty, too short or world-readable.
+    Raises `Fatal` (78) for a file that is missing, not regular, empty, too short, world-readable, or with a token
+    that no request can carry.
     """
     if file is None:
         return None
@@ -138,6 +139,9 @@ def read_admin_token(file: Path | None) -> bytes | None:
         raise Fatal(
             Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"
         )
+    if len(token) > _MAX_TOKEN or not (token.isascii() and token.isprintable()):
+        rule = f"one line of at most {_MAX_TOKEN} ASCII characters, without a byte order mark"
+        raise Fatal(Exit.CONFIG, f"admin_token_file {file} has no token that a request can carry: write {rule}")
     return digest(token)
 
 

@@ -97,7 +97,7 @@ class TokenFile:
                 with self._path.open("rb") as file:
                     token = file.read(MAX_TOKEN_BYTES + 1).strip()
                 if not token or len(token) > MAX_TOKEN_BYTES or not all(0x21 <= byte <= 0x7E for byte in token):  # noqa: PLR2004 - visible ASCII
-                    raise _unusable(f"the token file {self._path} has no token: one word of visible ASCII")
+                    raise _unusable(f"the token file {self._path} has to hold one word of visible ASCII")
                 self._token, self._seen = token.decode("ascii"), version
                 self._changes += 1
         except OSError as error:

@@ -65,7 +65,10 @@ def bad_tokens(tmp_path: Path) -> dict[str, Path]:
     short.chmod(0o600)
     open_to_all.write_text("a token that everybody can read")
     open_to_all.chmod(0o644)
-    return {"short": short, "open": open_to_all}
+    for name, text in (("marked", f"\ufeff{'x' * 30}\n"), ("two", f"{'x' * 30}\n{'y' * 30}\n"), ("long", "x" * 513)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    return {"short": short, "open": open_to_all, **{name: tmp_path / name for name in ("marked", "two", "long")}}
 
 
 async def test_it_stops_on_sigterm_and_finishes_the_batch_at_work(
@@ -201,6 +204,7 @@ async def test_what_cannot_be_opened_is_named(
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
         ({"admin_token_file": bad_tokens["open"]}, "readable by everybody"),
+        *(({"admin_token_file": bad_tokens[name]}, "that a request can carry") for name in ("marked", "two", "long")),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
         ({"admin_token_file": pipe}, "admin_token_file .*not a regular file"),
         ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert .*not a regular file"),
