@@ -24,6 +24,7 @@ _QUERIES: Final = load_queries(__package__, "programs.sql")
 _AWAY: Final = timedelta(seconds=AWAY_SECONDS)
 _KEPT: Final = timedelta(days=7)  # after the last report
 _LISTED: Final = 5000
+_UNREADABLE: Final = "it is of another release, whose report cannot be read here: bring the brokers to the same"
 _MINUTES_KEPT: Final = timedelta(days=1)
 _COUNTED: Final = ("accepted", "handled", "dead_lettered")
 _LATENCIES: Final = [f"handled_in_{place}" for place in range(len(LATENCIES) + 1)]
@@ -64,11 +65,17 @@ class PostgresReports:
 
 
 async def list_programs(connection: Connection, mesh: str | None) -> list[Program]:
-    """Return the programs of a mesh, or those of all meshes."""
+    """Return the programs of a mesh, or those of all meshes; one whose report cannot be read is listed as degraded."""
     found = []
     for row in await connection.fetch(_QUERIES["list_programs"], mesh, _AWAY, _LISTED):
-        said = msgspec.json.decode(row["report"])
-        found.append(msgspec.convert({**said, **dict(row)}, Program))
+        said, known = msgspec.json.decode(row["report"]), dict(row)
+        try:
+            program = msgspec.convert({**said, **known}, Program)
+        except msgspec.ValidationError:  # a program of another release may say what this one does not know
+            known |= {"version": str(said.get("version"))[:255], "started_at": row["reported_at"]}
+            known |= {"at": row["reported_at"], "status": "degraded", "reasons": [_UNREADABLE]}
+            program = msgspec.convert(known, Program)
+        found.append(program)
     return found
 
 

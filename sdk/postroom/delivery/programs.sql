@@ -29,7 +29,8 @@ DELETE FROM postroom.programs WHERE kind = 'daemon' AND mesh = $1 AND ($2::text 
 
 -- name: list_programs
 -- The programs of the mesh $1, or all, with whether they have been silent for $2.
-SELECT kind, nullif(mesh, '') AS mesh, name, reported_at, postroom.is_silent(reported_at, $2::interval) AS away, clock_seconds, report
+SELECT kind, nullif(mesh, '') AS mesh, name, host, pid, address, reported_at,
+  postroom.is_silent(reported_at, $2::interval) AS away, clock_seconds, report
 FROM postroom.programs WHERE $1::text IS NULL OR mesh = $1
 ORDER BY kind, mesh, name, host, pid LIMIT $3;
 

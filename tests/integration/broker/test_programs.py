@@ -66,6 +66,21 @@ async def test_a_report_from_outside_the_calendar_is_refused_and_hides_no_other(
     assert msgspec.convert((await broker.admin.get(PATH)).body, ProgramPage).programs[0].name == "bob"
 
 
+@pytest.mark.parametrize("said", [{"status": "starting"}, {"reasons": "so"}, {"totals": {"x": -1}}, {"version": None}])
+async def test_a_program_of_another_release_is_listed_whatever_it_reports(
+    broker: Any, postgres: Any, said: dict[str, Any]
+) -> None:
+    await broker.member("bob").post(PATH, report())
+    await broker.member("alice").post(PATH, report())
+    odd = "UPDATE postroom.programs SET report = (report::jsonb || $1::jsonb)::json WHERE name = 'alice'"
+    await postgres.execute(odd, msgspec.json.encode(said).decode())
+
+    alice, bob = msgspec.convert((await broker.admin.get(PATH)).body, ProgramPage).programs
+    assert (alice.name, alice.host, alice.address, alice.status) == ("alice", "red", "/run/d", "degraded")
+    assert "of another release" in alice.reasons[0]
+    assert (bob.name, bob.status) == ("bob", "ok")
+
+
 async def test_members_see_the_daemons_of_their_mesh_alone(broker: Any) -> None:
     await broker.add_mesh("other", {"oscar": "member"})
     await broker.member("alice").post(PATH, report())
