@@ -63,35 +63,26 @@ POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fa
 # The same values are refused again, however often they are sent.
 REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
 
-# The exit code and the sentence of an error; a server that starts or stops counts as one that cannot be reached.
-_ENDINGS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit, str]]] = (
-    (
-        (*UNREACHABLE, asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError),
-        Exit.UNAVAILABLE,
-        "cannot open the database (database_url)",
-    ),
-    (
-        (asyncpg.TooManyConnectionsError,),
-        Exit.TRY_AGAIN,
-        "the database takes no more connections: raise its max_connections or the role's limit, or run fewer programs",
-    ),
-    (
-        (asyncpg.ReadOnlySQLTransactionError,),
-        Exit.TRY_AGAIN,
-        "the database takes no writes: name the primary in database_url, or all hosts and target_session_attrs=primary",
-    ),
-    (
-        (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError),
-        Exit.CONFIG,
-        "the database refused the login: correct database_url, or create the role or the database",
-    ),
-    (
-        (asyncpg.InsufficientPrivilegeError,),
-        Exit.NOT_PERMITTED,
-        "the role of database_url lacks the permission for this: grant it",
-    ),
-    ((Exception,), Exit.FAILED, "the database refused"),
+# The exit code of an error; a server that starts or stops counts as one that cannot be reached.
+_EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
+    (UNREACHABLE, Exit.UNAVAILABLE),
+    ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
+    ((asyncpg.TooManyConnectionsError, asyncpg.ReadOnlySQLTransactionError), Exit.TRY_AGAIN),
+    ((asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError), Exit.CONFIG),
+    ((asyncpg.InsufficientPrivilegeError,), Exit.NOT_PERMITTED),
 )
+_SENTENCES: Final[Mapping[Exit | type[Exception], str]] = {
+    asyncpg.TooManyConnectionsError: (
+        "the database takes no more connections: raise its max_connections or the role's limit, or run fewer programs"
+    ),
+    asyncpg.ReadOnlySQLTransactionError: (
+        "the database takes no writes: name the primary in database_url, or all hosts and target_session_attrs=primary"
+    ),
+    Exit.UNAVAILABLE: "cannot open the database (database_url)",
+    Exit.CONFIG: "the database refused the login: correct database_url, or create the role or the database",
+    Exit.NOT_PERMITTED: "the role of database_url lacks the permission for this: grant it",
+    Exit.FAILED: "the database refused",
+}
 # What Postgres raises for an option of a URL that it does not have, or that no session may set
 _BAD_OPTION: Final = (
     asyncpg.UndefinedObjectError,
@@ -253,12 +244,13 @@ def fatal_errors() -> Iterator[None]:
     except asyncpg.ClientConfigurationError as error:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
     except POSTGRES_ERRORS as error:
-        code, sentence = next((code, sentence) for kinds, code, sentence in _ENDINGS if isinstance(error, kinds))
+        code = next((code for kinds, code in _EXITS if isinstance(error, kinds)), Exit.FAILED)
+        kind = type(error) if type(error) in _SENTENCES else code
         said = str(error).partition("\n")[0]  # the lines after it are details and hints
         reason = (
             f"{type(error).__name__}: {said}" if said or not isinstance(error, TimeoutError) else "no answer in time"
         )
-        raise Fatal(code, f"{sentence}: {reason}") from error
+        raise Fatal(code, f"{_SENTENCES[kind]}: {reason}") from error
 
 
 @contextmanager
