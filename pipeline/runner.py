@@ -40,12 +40,18 @@ DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _NO_SPARK: Final = "pipelines need Spark, which is not installed: pip install 'postroom-server[pipeline]'"
 _PAUSE_SECONDS: Final = 0.2
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
-_OF_SYSTEM: Final = re.compile(r"^\w+: \[Errno \d+\] (.+)$", re.MULTILINE)  # an OSError of a Python worker
-_OF_DATA: Final = re.compile(  # Spark's errors about what it should read
-    r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA)[.\w]*\] "
-    r"(.+?)(?:\s+SQLSTATE.*)?$",
+_OF_SYSTEM: Final = re.compile(  # an OSError of a Python worker, or what Java's file systems raise
+    r"^(?:\w+: \[Errno \d+\]|(?:Caused by|): (?:java\.io|java\.nio\.file|org\.apache\.hadoop\.fs)\.\w+:"
+    r"|Caused by: java\.lang\.ClassNotFoundException:) (.+)$",
     re.MULTILINE,
 )
+_OF_DATA: Final = re.compile(  # Spark's errors about what it should read, and a pipeline's own
+    r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA|USER_RAISED_EXCEPTION)"
+    r"[.\w]*\] (.+?)(?:\s+SQLSTATE.*)?$",
+    re.MULTILINE,
+)
+_CAUSE: Final = re.compile(r"^Caused by: [\w.$]+: (?:\[[.\w]+\] )?(.+?)(?:\s+SQLSTATE.*)?$", re.MULTILINE)
+_OF_NAME: Final = re.compile(r"URISyntaxException: Relative path in absolute URI: \.?(.+?)(?:\.crc)?$", re.MULTILINE)
 
 
 class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -359,8 +365,14 @@ def own_sentences() -> Iterator[None]:
         if ours := _OURS.findall(str(error)):
             kind, sentence = ours[-1]
             raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
-        if found := _OF_SYSTEM.findall(str(error)) or _OF_DATA.findall(str(error)):
-            raise Fatal(Exit.IO_ERROR, found[0]) from error
+        if found := _OF_NAME.findall(str(error)):
+            detail = f"Spark reads no file with a colon in its name: rename {found[0]}, or move it elsewhere"
+            raise Fatal(Exit.IO_ERROR, detail) from error
+        if found := _OF_DATA.findall(str(error)):
+            why = _CAUSE.findall(str(error))[-1:]
+            raise Fatal(Exit.IO_ERROR, " ".join([found[0], *why])) from error
+        if found := _OF_SYSTEM.findall(str(error)):
+            raise Fatal(Exit.IO_ERROR, found[-1]) from error
         raise
     except OSError as error:
         said = error.strerror or str(error)

@@ -191,9 +191,10 @@ def test_a_backfill_reads_csv_as_other_programs_write_it(spark: SparkSession, po
     ("name", "sentence"),
     [
         ("damaged.json", "Malformed records are detected"),
-        ("damaged.csv", "error while reading file .*damaged.csv"),
+        ("damaged.csv", "error while reading file .*damaged.csv.*Malformed CSV record: 2,pears,plums"),
         ("damaged.parquet", "error while reading file .*damaged.parquet"),
         ("missing.json", "Path does not exist: file:.*missing.json"),
+        ("noon 12:00.csv", "a colon in its name: rename noon 12:00.csv"),
     ],
 )
 @pytest.mark.usefixtures("spark")
@@ -201,7 +202,7 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     post: PostOffice, tmp_path: Path, name: str, sentence: str
 ) -> None:
     (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
-    for damaged in ("damaged.csv", "damaged.parquet"):
+    for damaged in ("damaged.csv", "damaged.parquet", "noon 12:00.csv"):
         (tmp_path / damaged).write_text("order_id,what\n1,apples\n2,pears,plums\n")
     words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
     with pytest.raises(Fatal, match=f"^[^\\n]*{sentence}[^\\n]*$") as raised:
@@ -223,6 +224,16 @@ def test_a_backfill_puts_the_rows_that_are_refused_into_a_directory(
     assert post.accepted().keys() == {"1"}
     (file,) = refused.iterdir()
     assert '"order_id":"2"' in file.read_text()
+
+
+@pytest.mark.usefixtures("spark")
+def test_what_a_pipeline_cannot_reach_through_spark_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "events.db").touch()
+    with pytest.raises(Fatal, match=r"^Parent path is not a directory: file:.*events\.db") as unwritable:
+        run_by_name("state-hash", options(stores=tmp_path / "events.db", output=tmp_path / "events.db"))
+    with pytest.raises(Fatal, match=r"^Class org.*\.S3AFileSystem not found$") as unknown:
+        run_by_name("backfill", options(input="s3a://bucket/orders.csv", id="order_id", to="topic:orders"))
+    assert unwritable.value.exit_code == unknown.value.exit_code == Exit.IO_ERROR
 
 
 def test_no_store_is_an_error(spark: SparkSession, tmp_path: Path) -> None:
