@@ -28,6 +28,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from pipeline.runner import Database, Outcome, local_directory, moment, submitted
 from pipeline.tables import columns, read_ranges, snapshot
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -141,9 +142,14 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         history = read_ranges(spark, taken, "audit_rows", _HISTORY, None, before)
         days = _write(history, ("mesh", "history_id"), output / "history", verify=options.verify)
     if options.outbox is not None:
-        # read rows as `postroom outbox export` writes them; a row that two exports agree about is one; a damaged one
-        # ends the pipeline, since a day that lacks it would stay so
-        rows = spark.read.schema(_OUTBOX).json(options.outbox, mode="FAILFAST").distinct()
+        # read rows as `postroom outbox export` writes them, and no column from the name of a directory; a row that two
+        # exports agree about is one; a damaged one ends the pipeline, since a day that lacks it would stay so
+        rows = spark.read.schema(_OUTBOX).json(options.outbox, mode="FAILFAST", recursiveFileLookup=True)
+        if not rows.inputFiles():
+            detail = f"no export is in {options.outbox}; Spark passes over files whose names begin with `.` or `_`"
+            raise Fatal(Exit.IO_ERROR, detail)
+        no_row = F.concat(F.input_file_name(), F.lit(" has a line that is no row of an export: it has no enqueued_at"))
+        rows = rows.withColumn("enqueued_at", F.coalesce("enqueued_at", F.raise_error(no_row))).distinct()
         in_utc = F.to_utc_timestamp("enqueued_at", F.current_timezone())
         exported = rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*").where(
             F.col("enqueued_at") < F.lit(before)

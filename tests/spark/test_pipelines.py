@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pyspark.sql import SparkSession
 from support.histories import History, run
 
@@ -262,7 +263,25 @@ def test_an_audit_log_that_cannot_be_written_or_read_says_why(history: History, 
     with pytest.raises(Fatal, match=r"cut\.ndjson") as unreadable:
         pipeline("audit-log", f"output={tmp_path}/audit", f"outbox={tmp_path}/*.ndjson")
     assert unwritable.value.exit_code == unreadable.value.exit_code == Exit.IO_ERROR
+    (tmp_path / "other.jsonl").write_text('{"no": "row"}\n')
+    with pytest.raises(Fatal, match=r"other\.jsonl has a line that is no row of an export: it has no enqueued_at$"):
+        pipeline("audit-log", f"output={tmp_path}/audit", f"outbox={tmp_path}/*.jsonl")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(Fatal, match=r"no export is in .*none; Spark passes over files whose names"):
+        pipeline("audit-log", f"output={tmp_path}/audit", f"outbox={tmp_path}/none")
     assert not (tmp_path / "audit/outbox").exists()
+
+
+def test_the_directories_of_exports_add_nothing_to_their_rows(pipeline: Any, tmp_path: Path) -> None:
+    for number, name in enumerate(("host=a/status=lost", "plain")):
+        (tmp_path / "exports" / name).mkdir(parents=True)
+        (tmp_path / "exports" / name / "export.ndjson").write_text(json.dumps(outbox_row(2 * number)) + "\n")
+    outcome = pipeline("audit-log", f"output={tmp_path}/audit", f"outbox={tmp_path}/exports")
+    assert outcome.facts["rows written"] == 2
+    (file,) = (tmp_path / "audit/outbox").glob("*/part.parquet")
+    written = parquet.read_table(file, partitioning=None)
+    assert "host" not in written.column_names
+    assert written.column("status").to_pylist() == ["done", "done"]
 
 
 def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
