@@ -32,7 +32,7 @@ class Options(Struct, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Verify each store; the outcome has failed where one was altered."""
+    """Verify each store; the outcome has failed where one was altered, or cannot be read."""
     stores = sorted(glob(options.stores, recursive=True))  # noqa: PTH207 - the pattern may be absolute
     if not stores:
         raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}: pass where they are with stores=PATTERN")
@@ -47,9 +47,13 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 def _verify_all(rows: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
-        verified = asyncio.run(verify(Path(row["store"])))
-        head = verified.head
-        yield row["store"], *verified.owner, head.position, head.state_hash.hex(), verified.why
+        try:
+            verified = asyncio.run(verify(Path(row["store"])))
+        except Fatal as error:  # the other stores are verified
+            yield row["store"], None, None, None, None, None, str(error)
+        else:
+            head = verified.head
+            yield row["store"], *verified.owner, head.position, head.state_hash.hex(), verified.why
 
 
 if __name__ == "__main__":

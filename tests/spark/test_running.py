@@ -139,6 +139,10 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
     assert altered.facts[str(tmp_path / "sound/events.db")] == f"counting {state_hash} at 9"
     assert "position 4" in altered.facts[str(file)]
     assert {entry.name for entry in (tmp_path / "found").iterdir()} == {"notes", "state-hash.parquet"}
+    file.write_bytes(b"no longer a store")
+    unreadable = await asyncio.to_thread(run_by_name, "state-hash", words)
+    assert unreadable.failed
+    assert unreadable.facts == sound.facts | {str(file): f"cannot read {file}: file is not a database"}
 
 
 async def handled(context: Context, directory: Path) -> str:
