@@ -26,11 +26,13 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; an error is written to standard error."""
     replace_closed_streams()
     try:
-        return call(arguments)
+        code = call(arguments)
+        sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - the one place where an error becomes an exit code
         if os.environ.get("POSTROOM_DEBUG") == "1":
             traceback.print_exception(error)
         return say(ending(error))
+    return code
 
 
 def call(arguments: list[str]) -> int:
@@ -41,7 +43,6 @@ def call(arguments: list[str]) -> int:
         content = brief.body.encode(errors="surrogateescape")
         to, options = str(parse_destination(brief.to)), {"priority": brief.priority, "reply_to": brief.reply_to}
         send_one(brief.socket, to, content, options, brief.client_message_id, wait=None, as_json=brief.as_json)
-        sys.stdout.flush()
         return 0
     if arguments[:1] == ["status"]:
         from cli.installation import parse_status  # noqa: PLC0415
@@ -57,7 +58,6 @@ def call(arguments: list[str]) -> int:
     code = call_verb(arguments)
     if code == INTERRUPTED:  # Typer has turned Ctrl-C into a code
         raise KeyboardInterrupt
-    sys.stdout.flush()
     return code
 
 
@@ -116,6 +116,8 @@ def of_exit(error: Any) -> Ending:
 
 def of_the_system(error: Any) -> Ending:
     """Say which file, or which end of the pipe, could not be read or written."""
+    if error.filename is None and isinstance(error, FileNotFoundError):  # of a relative path
+        return Ending(Exit.IO_ERROR, "the working directory has been removed: change to another one")
     return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
 
 

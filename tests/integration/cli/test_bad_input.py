@@ -171,6 +171,12 @@ def test_a_closed_standard_input_is_an_error(command: str, shared_daemon: LoneDa
     assert ended.sentence()
 
 
+def test_a_working_directory_that_was_removed_is_named(tmp_path: Path) -> None:
+    ended = Terminal().shell(f"cd {tmp_path} && rmdir {tmp_path} && postroom down --state mailroom")
+    assert ended.code == 74
+    assert ended.sentence() == "the working directory has been removed: change to another one"
+
+
 @pytest.mark.parametrize("locale", ["C", "en_US.ISO-8859-1"])
 def test_any_locale_will_do(locale: str, shared_daemon: LoneDaemon) -> None:
     user = Terminal(shared_daemon.socket, LC_ALL=locale, LANG=locale)

@@ -149,6 +149,13 @@ def test_a_look_imports_neither_typer_nor_a_server(office: Office, well: Outcome
     assert len(done.out.splitlines()) == 5
 
 
+@pytest.mark.usefixtures("well")
+def test_a_status_that_cannot_be_written_is_an_error(office: Office) -> None:
+    for command in ("status", "status --json"):
+        unwritten = office.user.shell(f"postroom {command} >&-")
+        assert (unwritten.code, unwritten.err) == (74, "postroom: standard input or output: Bad file descriptor\n")
+
+
 def test_a_paused_relay_is_wrong_and_the_command_that_is_shown_helps(office: Office, well: Outcome) -> None:
     assert well.code == 0
     words = ["--socket", str(office.other), "--reason", "a test"]
