@@ -16,6 +16,9 @@ def main() -> None:
     for directory in site.getsitepackages() if os.environ.get("PYTHONPATH") else ():
         site.addsitedir(directory)  # a checkout that is installed editable may have been in both
 
-    from cli.main import main as run  # noqa: PLC0415
-
+    try:
+        from cli.main import main as run  # noqa: PLC0415
+    except KeyboardInterrupt:  # what follows ends in the same way by itself
+        sys.stderr.write("postroom: interrupted\n")
+        sys.exit(130)
     run()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -169,6 +170,22 @@ def test_a_closed_standard_input_is_an_error(command: str, shared_daemon: LoneDa
     ended = Terminal(shared_daemon.socket).shell(f"postroom {command} <&-")
     assert ended.code in {2, 74}
     assert ended.sentence()
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'cli.output':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from postroom_server import main\n"
+        "main()\n"
+    )
+    ended = Terminal().shell(f"{sys.executable} {script}")
+    assert (ended.code, ended.err) == (130, "postroom: interrupted\n")
 
 
 def test_a_working_directory_that_was_removed_is_named(tmp_path: Path) -> None:
