@@ -82,7 +82,7 @@ class Client:
         self._requests = requests
         self._make_streamer = make_streamer
         self._streams: tuple[LoopThread, AsyncClient] | None = None  # once there is one
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: int | None = os.getpid()  # the process that may use it
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from threading import Lock
+from threading import RLock
 from typing import Final
 
 MAX_ID_LENGTH: Final = 128  # characters
@@ -35,24 +35,25 @@ class _Mint:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._lock = Lock()
-        self._millisecond = -1
-        self._head = ""  # the 16 characters that encode the time and the upper 30 bits of randomness
-        self._tail = 0  # the lower 50 bits, of the next id
+        self._lock = RLock()  # taken again by a signal handler or a destructor that sends amid a send
+        self._next = (-1, "", 0)  # a millisecond, and its next id in two parts: the 16 characters that encode the time
+        # and the upper 30 bits of randomness, and the lower 50 bits
 
     def take(self, count: int) -> tuple[str, int]:
         """Take so many ids that follow one another; returns the head of all of them, and the tail of the first."""
         now = now_ms()
         with self._lock:
-            if now > self._millisecond:  # else it is the same, or the clock was set back
-                self._millisecond = now
-                chance = secrets.randbits(79)
-                upper = now << 30 | chance >> 49
-                self._head = "".join([_PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10)])
-                self._tail = chance & (1 << 49) - 1  # the top bit stays free, so that counting up never overflows
-            head, tail = self._head, self._tail
-            self._tail += count
-        return head, tail
+            while True:
+                found = millisecond, head, tail = self._next
+                if now > millisecond:  # else it is the same, or the clock was set back
+                    chance = secrets.randbits(79)
+                    upper = now << 30 | chance >> 49
+                    head = "".join([_PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10)])
+                    tail = chance & (1 << 49) - 1  # the top bit stays free, so that counting up never overflows
+                after = (max(now, millisecond), head, tail + count)
+                if self._next is found:  # else such a handler took some meanwhile; none can come before the next line
+                    self._next = after
+                    return head, tail
 
 
 _mint: Final = _Mint()

@@ -7,9 +7,10 @@ one transport serves both, but it never waits for a loop.
 import math
 import select
 import socket
-import threading
 import time
+from collections import deque
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
 from postroom._wire.http import AnswerReader, Garbled, Head, Unreachable
@@ -106,8 +107,8 @@ class BlockingPool:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._idle: list[BlockingConnection] = []  # the one that idles longest is the first
-        self._lock = threading.Lock()
+        # The one that idles longest is the first. No lock: a signal handler or a destructor may send amid a send.
+        self._idle = deque[BlockingConnection]()
         self._closed = False
 
     async def exchange(
@@ -130,26 +131,26 @@ class BlockingPool:
                     raise
             else:
                 connection.idle_since = now = time.monotonic()
-                with self._lock:  # keep it for the next exchange, and close those that nobody needed for a while
-                    self._idle.append(connection)
-                    while self._idle and (self._closed or self._idle[0].idle_since + IDLE_SECONDS < now):
-                        self._idle.pop(0).close()
+                self._idle.append(connection)  # for the next exchange
+                with suppress(
+                    IndexError
+                ):  # close those that nobody needed for a while, or one more as others take them
+                    while self._closed or self._idle[0].idle_since + IDLE_SECONDS < now:
+                        self._idle.popleft().close()
                 return answer
 
     async def close(self) -> None:
         """Close every connection that idles, and the others when they do; a second call does nothing."""
-        with self._lock:
-            self._closed = True
-            while self._idle:
+        self._closed = True
+        with suppress(IndexError):
+            while True:
                 self._idle.pop().close()
 
     def _take(self) -> BlockingConnection | None:
-        with self._lock:
-            while self._idle:
-                connection = self._idle.pop()
-                if connection.usable:
-                    return connection
+        with suppress(IndexError):  # none idles
+            while not (connection := self._idle.pop()).usable:
                 connection.close()
+            return connection
         return None
 
 

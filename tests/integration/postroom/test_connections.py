@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 import pytest
@@ -411,3 +413,37 @@ async def test_threads_that_ask_at_once_get_their_own_answers(talk: Talk) -> Non
             thread.start()
         await until(lambda: not any(thread.is_alive() for thread in threads))
     assert wrong == []
+
+
+async def test_a_send_amid_another_one_does_not_wait_for_it(talk: Talk) -> None:
+    """As a signal handler or a destructor sends: at each point in turn where Python may run one."""
+
+    def send_twice(client: Client, point: int) -> bool:
+        """Send again at the `point`th begin of a function or end of one in C; False where the send ended before."""
+        left = point
+
+        def watch(_frame: FrameType, event: str, _called: object) -> None:
+            nonlocal left
+            if event in {"call", "c_return"}:
+                if left == 0:
+                    sys.setprofile(None)
+                    client.send("topic:orders", "amid")
+                left -= 1
+
+        sys.setprofile(watch)
+        client.send("topic:orders", "hello")
+        sys.setprofile(None)
+        return left < 0
+
+    points: list[int] = []
+
+    def send_everywhere(client: Client) -> None:
+        client.send("topic:orders", "hello")  # imports what it needs
+        while send_twice(client, len(points)):
+            points.append(len(points))
+
+    with Client(await talk(Peer())) as client:
+        sending = threading.Thread(target=send_everywhere, args=(client,), daemon=True)
+        sending.start()
+        await until(lambda: not sending.is_alive())
+    assert len(points) > 20

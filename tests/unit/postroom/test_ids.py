@@ -1,4 +1,5 @@
 import multiprocessing
+import sys
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,28 @@ def test_ids_that_are_minted_together_are_as_many_fresh_ones_in_order(count: int
     minted = [new_id(), *new_ids(count), new_id()]
     assert minted == sorted(set(minted))
     assert len(minted) == count + 2
+    assert all(is_client_message_id(each) and len(each) == 26 for each in minted)
+
+
+def test_an_id_that_is_minted_amid_another_one_is_another_one() -> None:
+    """As a signal handler or a destructor mints it, at each point in turn where Python may run one."""
+    minted, point, left = list[str](), 0, -1
+
+    def watch(_frame: object, event: str, _called: object) -> None:
+        nonlocal left
+        if event in {"call", "return", "c_call", "c_return"}:
+            if left == 0:
+                sys.setprofile(None)
+                minted.append(new_id())
+            left -= 1
+
+    while left < 0:
+        left = point = point + 1
+        sys.setprofile(watch)
+        minted.append(new_id())
+        sys.setprofile(None)
+    assert point > 10
+    assert len(set(minted)) == len(minted)
     assert all(is_client_message_id(each) and len(each) == 26 for each in minted)
 
 
