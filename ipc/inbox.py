@@ -67,7 +67,8 @@ class InboxRoutes:
         inbox = self._services.inbox.opened()
         with self._reader(request):
             async with self._turn(request):
-                after = await inbox.start(request.headers.get("Last-Event-ID"), _ms(query.since))
+                given = request.headers.getall("Last-Event-ID", ())  # two of them are, as one, no position
+                after = await inbox.start(", ".join(given) if given else None, _ms(query.since))
             response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
             await response.prepare(request)
             await response.write(b"retry: %d\nid: %d\n\n" % (_RETRY_MS, after))

@@ -124,6 +124,13 @@ async def test_an_event_id_that_no_stream_gave_is_refused(room: Any, event_id: s
     assert b"invalid_event_id" in answer
 
 
+async def test_two_event_ids_are_refused(room: Any) -> None:
+    stream = await Stream.open(room, "Last-Event-ID: 0", "Last-Event-ID: 0", "Connection: close")
+    answer = await stream.rest()
+    assert b"400 Bad Request" in answer
+    assert b"invalid_event_id" in answer
+
+
 async def test_a_silent_stream_sends_heartbeats(open_room: OpenRoom, inbox: Inbox) -> None:
     room = await open_room(inbox=Opened(inbox), inbox_settings=InboxSettings(heartbeat_seconds=0.05))
     stream = await Stream.open(room)
