@@ -65,7 +65,9 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     connections: Annotated[
         Count, msgspec.Meta(description="Open connections; always kept below the limit on file descriptors.")
     ] = 4096
-    headers: Annotated[Count, msgspec.Meta(description="Header fields of one request (400).")] = 100
+    headers: Annotated[
+        int, msgspec.Meta(ge=16, description="Header fields of one request (400); ordinary clients send up to a dozen.")
+    ] = 100
     header_seconds: Annotated[
         Seconds, msgspec.Meta(description="Time for the head of a request, from its first byte, in seconds.")
     ] = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -44,7 +45,14 @@ def test_a_list_and_a_number_come_from_the_environment_too() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("TCP_PORT", "0"), ("TCP_PORT", "65536"), ("MESH", "Demo"), ("MESH", "../x"), ("LIMITS_CONNECTIONS", "-1")],
+    [
+        ("TCP_PORT", "0"),
+        ("TCP_PORT", "65536"),
+        ("MESH", "Demo"),
+        ("MESH", "../x"),
+        ("LIMITS_CONNECTIONS", "-1"),
+        ("LIMITS_HEADERS", "15"),
+    ],
 )
 def test_a_value_out_of_range_names_its_path(name: str, value: str) -> None:
     with pytest.raises(Fatal) as refusal:
@@ -59,6 +67,19 @@ def test_the_largest_request_has_to_fit_into_what_is_held_in_memory() -> None:
     with pytest.raises(Fatal, match=r"limits\.buffered_bytes is 2047, less than limits\.request_bytes") as refusal:
         load_config(None, {**held, "POSTROOM_DAEMON_LIMITS_BUFFERED_BYTES": "2047"})
     assert refusal.value.exit_code == Exit.CONFIG
+
+
+@pytest.mark.parametrize("pattern", ["orders", "orders*", "topics:*", "Topic:orders", "dm", "x?"])
+def test_a_pattern_that_no_destination_matches_is_refused(pattern: str) -> None:
+    with pytest.raises(Fatal, match=f"allow_destinations has '{re.escape(pattern)}', which no destination") as refusal:
+        load_config(None, {**LEAST, "POSTROOM_DAEMON_ALLOW_DESTINATIONS": f"topic:orders, {pattern}"})
+    assert refusal.value.exit_code == Exit.CONFIG
+
+
+def test_a_pattern_that_some_destination_matches_is_taken() -> None:
+    patterns = ["*", "topic:orders", "topic:*", "t*", "[td]*:b", "?m:bob", "queue:work.*"]
+    config = load_config(None, {**LEAST, "POSTROOM_DAEMON_ALLOW_DESTINATIONS": ", ".join(patterns)})
+    assert config.allow_destinations == patterns
 
 
 def test_files_lie_where_xdg_says() -> None:
