@@ -19,7 +19,7 @@ _HALF: Final = re.compile(  # an escape that is half of a surrogate pair, withou
     rb"\\u[Dd][89ABab][0-9A-Fa-f]{2}(?!\\u[Dd][C-Fc-f])|(?<!\\u[Dd][89ABab]..)\\u[Dd][C-Fc-f][0-9A-Fa-f]{2}", re.DOTALL
 )
 _LENGTH: Final = re.compile(r"Expected `str` of length ([<>])= (\d+)")  # this and what follows: sentences of msgspec
-_NAMED: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`", re.DOTALL)
+_NAMED: Final = re.compile(r"field `(.*)`", re.DOTALL)
 _STEP: Final = re.compile(r"[^.\[\]]+|\.\.\.")  # of a path: a field, the place in a list, `...` for any key
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
@@ -76,9 +76,9 @@ def shape_fault(error: msgspec.ValidationError, kind: Any) -> tuple[str | None, 
     """Return which field makes JSON no `kind`, and a sentence that names it and says what could be there."""
     sentence, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
-    named = _NAMED.fullmatch(sentence)
-    if named and named[1] == "contains unknown":
-        sentence = f"unknown field `{named[2]}`{_instead(named[2], kind, field)}"
+    named = _NAMED.search(sentence)
+    if named and sentence.startswith("Object contains unknown"):
+        sentence = f"unknown field `{named[1]}`{_instead(named[1], kind, field)}"
     elif length := _LENGTH.fullmatch(sentence):
         sentence = f"Expected {'at most' if length[1] == '<' else 'at least'} {length[2]} characters"
     elif sentence.startswith("Invalid enum value"):
@@ -87,7 +87,7 @@ def shape_fault(error: msgspec.ValidationError, kind: Any) -> tuple[str | None, 
     sentence = in_words(sentence)
     if field:
         return field, f"{field}: {sentence}"
-    return named[2] if named else None, sentence
+    return named[1] if named else None, sentence
 
 
 def _instead(name: str, kind: Any, field: str) -> str:
