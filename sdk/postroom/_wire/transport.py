@@ -119,7 +119,9 @@ class Peer(NamedTuple):
                 reason = "that is not a socket"
             case OSError() as untrusted if hasattr(untrusted, "verify_message"):
                 why = why_unreachable(untrusted, "SSL_CERT_FILE, or as `ca_file`")
-                return Unavailable.of(f"{self.role}_absent", f"no safe connection to {self}: {why}", retryable=True)
+                return Unavailable.of(
+                    f"{self.role}_absent", f"no safe connection to {self}: {why}, then try again", retryable=True
+                )
             case other if cause is not None:
                 reason = why_unreachable(other, "SSL_CERT_FILE")
             case _:
