@@ -135,12 +135,14 @@ def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 def mask(text: str) -> str:
     """Return `text` without the tokens and passwords that can be recognised by what precedes them.
 
-    One that is too long for a line has only its ends. The last begins with a line, so that it has no part of a token.
+    One that is too long for a line has only its ends. The first is cut once nothing secret is in it, and the last
+    begins with a line: neither has a part of a token.
     """
     if len(text) > _MOST_TEXT:
-        end = text[-_MOST_TEXT // 2 :].partition("\n")[2]
-        left_out = len(text) - _MOST_TEXT // 2 - len(end)
-        text = f"{text[: _MOST_TEXT // 2]} … {left_out} characters left out …\n{end}"
+        half = _MOST_TEXT // 2
+        end = text[-half:].partition("\n")[2]
+        left_out = len(text) - half - len(end)
+        return f"{mask(text[:_MOST_TEXT])[:half]} … {left_out} characters left out …\n{mask(end)}"
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text

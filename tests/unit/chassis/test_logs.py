@@ -61,6 +61,14 @@ def test_of_a_text_that_is_too_long_for_a_line_the_ends_are_logged_at_once():
     assert len(text) < 20_000
 
 
+def test_a_password_where_a_long_text_is_cut_is_not_logged():
+    script = "log.warning('failed', error='x ' * {before} + 'https://ada:{secret}@host' + ' x' * 20_000)"
+    secret = "s3cr3t" * 20
+    for before in (3_925, 3_975):  # the cut is in the password, or after it
+        (line,) = logged(script.format(before=before, secret=secret))
+        assert "s3cr" not in str(line["error"])
+
+
 def test_half_a_character_in_an_error_is_logged_as_an_escape():
     (line,) = logged("log.warning('step_failed', error='odd: \\ud800')")
     assert (line["event"], line["error"]) == ("step_failed", "odd: \ud800")
