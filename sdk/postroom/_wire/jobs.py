@@ -153,8 +153,11 @@ class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
                 yield Trouble("jobs", f"{counted(count, thing)} {what}", help_, "look")
 
     def unattended(self, programs: Iterable[Program]) -> Iterator[Trouble]:
-        """Yield the flows whose jobs cannot go on, since no worker among `programs` has them."""
-        present = {flow for one in programs if not one.away for part in one.parts for flow in part.flows}
+        """Yield the flows whose jobs cannot go on, since no worker among `programs` has them.
+
+        That one which has them is away is its own trouble.
+        """
+        present = {flow for one in programs for part in one.parts for flow in part.flows}
         for flow in sorted(self.flows.keys() - present):
             has = counted(self.flows[flow], "job has", "jobs have")
             lack = f"{has} not ended, and no worker that reports has the flow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from cli.installation import Place, Sight, _answer, parse_status
 from cli.screen import Screen
-from postroom._wire.programs import Trouble
+from postroom._wire.jobs import JobCounts
+from postroom._wire.programs import Program, ProgramPart, Trouble
 from postroom.errors import TryAgain
 
 REACH = {"POSTROOM_BROKER_URL": "http://b", "POSTROOM_BROKER_TOKEN_FILE": "/t", "POSTROOM_STATE": "/s"}
@@ -38,6 +40,27 @@ def test_any_other_line_is_typers(line: str) -> None:
 def test_what_is_down_counts_more_than_what_is_wrong() -> None:
     down, wrong, look = (Trouble("it", "is so", "help it", level) for level in ("down", "wrong", "look"))
     assert [Sight(troubles=found).exit_code for found in ([], [look], [look, wrong], [wrong, down])] == [0, 1, 1, 69]
+
+
+def test_a_flow_is_unattended_where_no_worker_has_it_and_a_worker_that_is_away_is_a_trouble_of_its_own() -> None:
+    now = datetime.now(UTC)
+    program = Program(
+        kind="worker",
+        name="worker",
+        host="blue",
+        pid=1,
+        version="1",
+        status="ok",
+        started_at=now,
+        at=now,
+        reported_at=now,
+        clock_seconds=0,
+        away=True,
+        parts=[ProgramPart(name="publishing", flows=["export"])],
+    )
+    counts = JobCounts(running=3, failed=0, unknown=0, flows={"export": 1, "import": 2})
+    (found,) = counts.unattended([program])
+    assert (found.thing, found.what.partition(" not")[0]) == ("flow import", "2 jobs have")
 
 
 def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) -> None:
