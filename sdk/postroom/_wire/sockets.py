@@ -132,9 +132,8 @@ class BlockingPool:
             else:
                 connection.idle_since = now = time.monotonic()
                 self._idle.append(connection)  # for the next exchange
-                with suppress(
-                    IndexError
-                ):  # close those that nobody needed for a while, or one more as others take them
+                with suppress(IndexError):  # none idles any more
+                    # close those that nobody needed for a while, or another one where one is taken meanwhile
                     while self._closed or self._idle[0].idle_since + IDLE_SECONDS < now:
                         self._idle.popleft().close()
                 return answer

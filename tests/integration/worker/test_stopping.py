@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
@@ -107,27 +107,38 @@ async def test_a_message_whose_outcome_cannot_be_kept_comes_again(
     assert handler.effects == {"m-1": 1}
 
 
+async def begin(url: str, context: Context, flow: str, request: dict[str, str]) -> UUID:
+    """Start a job of a flow whose one step is `work`."""
+    job = uuid4()
+    connection = await asyncpg.connect(url)
+    await start_job(connection, Start(job, context.name, flow, uuid4(), "work", json.dumps(request)))
+    await connection.close()
+    await context.declare()
+    return job
+
+
+def running(url: str, nats_url: str, flow: str) -> dict[str, str]:
+    """Return what a worker of a flow is told that is to wait briefly at its stop."""
+    return {
+        "PYTHONPATH": str(SUPPORT),
+        "POSTROOM_DATABASE_URL": url,
+        "POSTROOM_NATS_URL": nats_url,
+        "POSTROOM_WORKER_FLOWS": flow,
+        "POSTROOM_WORKER_STOP_SECONDS": "0.1",
+    }
+
+
 async def test_a_step_without_an_end_is_waited_for_as_long_as_the_config_says(
     own_postgres: EmbeddedPostgres, context: Context, nats_url: str, tmp_path: Path
 ) -> None:
-    begun, go_on, job = tmp_path / "begun", tmp_path / "go_on", uuid4()
-    request = json.dumps({"begun": str(begun), "go_on": str(go_on)})
-    connection = await asyncpg.connect(own_postgres.url_of("own"))
-    await start_job(connection, Start(job, context.name, "slow", uuid4(), "work", request))
-    await connection.close()
-    settings = {
-        "PYTHONPATH": str(SUPPORT),
-        "POSTROOM_DATABASE_URL": own_postgres.url_of("own"),
-        "POSTROOM_NATS_URL": nats_url,
-        "POSTROOM_WORKER_FLOWS": "slow_flow:flow",
-        "POSTROOM_WORKER_JOBS_LEASE_SECONDS": "0.5",
-    }
-    await context.declare()
-    with worker(**settings, POSTROOM_WORKER_STOP_SECONDS="0.1") as (process, _):
+    url, begun, go_on = own_postgres.url_of("own"), tmp_path / "begun", tmp_path / "go_on"
+    job = await begin(url, context, "slow", {"begun": str(begun), "go_on": str(go_on)})
+    settings = running(url, nats_url, "slow_flow:flow") | {"POSTROOM_WORKER_JOBS_LEASE_SECONDS": "0.5"}
+    with worker(**settings) as (process, _):
         await until(begun.exists)
         assert await ended(process) == 0
     go_on.touch()
-    with worker(**settings):
+    with worker(**settings | {"POSTROOM_WORKER_STOP_SECONDS": "30"}):
         await until_so(lambda: ask(own_postgres, "SELECT state = 'completed' FROM ledger.job WHERE id = $1", job))
 
 
@@ -135,19 +146,8 @@ async def test_a_step_without_an_end_is_waited_for_as_long_as_the_config_says(
 async def test_a_step_that_nothing_ends_keeps_no_worker(
     own_postgres: EmbeddedPostgres, context: Context, nats_url: str, tmp_path: Path, how: str
 ) -> None:
-    begun = tmp_path / "begun"
-    connection = await asyncpg.connect(own_postgres.url_of("own"))
-    request = json.dumps({"begun": str(begun), "how": how})
-    await start_job(connection, Start(uuid4(), context.name, "endless", uuid4(), "work", request))
-    await connection.close()
-    settings = {
-        "PYTHONPATH": str(SUPPORT),
-        "POSTROOM_DATABASE_URL": own_postgres.url_of("own"),
-        "POSTROOM_NATS_URL": nats_url,
-        "POSTROOM_WORKER_FLOWS": "endless_flow:flow",
-        "POSTROOM_WORKER_STOP_SECONDS": "0.1",
-    }
-    await context.declare()
-    with worker(**settings) as (process, _):
+    url, begun = own_postgres.url_of("own"), tmp_path / "begun"
+    await begin(url, context, "endless", {"begun": str(begun), "how": how})
+    with worker(**running(url, nats_url, "endless_flow:flow")) as (process, _):
         await until(begun.exists)
         assert await ended(process) == 0
