@@ -84,6 +84,20 @@ def open_private(path: Path, flags: int = os.O_RDWR) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
+def create_private(path: Path) -> None:
+    """Create the same file where it is missing, and raise as opening it would, but without opening it.
+
+    POSIX takes every lock that a process has on a file away as soon as it closes any descriptor of it, and these locks
+    are SQLite's.
+    """
+    refuse_link(path)
+    with suppress(FileExistsError):
+        os.mknod(path, stat.S_IFREG | 0o600)
+    if not os.access(path, os.R_OK | os.W_OK):
+        number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(number, os.strerror(number), str(path))
+
+
 def read_regular(file: Path) -> tuple[bytes, os.stat_result]:
     """Return what a file that a config names holds, and its status; raises `OSError`.
 

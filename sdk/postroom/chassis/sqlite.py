@@ -7,7 +7,6 @@ It needs nothing but the standard library, so that `postroom.once` needs no more
 """
 
 import errno
-import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Final, NamedTuple, Self, TypeVar
 
 from postroom._wire.sql import load_queries, migrations, read_sql, runs_on
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import open_private, refuse_link
+from postroom.chassis.ownership import create_private, refuse_link
 from postroom.chassis.wal import check_log
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check
     """
     for part in PARTS:
         refuse_link(Path(f"{path}{part}"))
-    os.close(open_private(path))
+    create_private(path)
     if damage := check_log(path):
         raise Damaged(damage)
     try:
@@ -205,14 +204,14 @@ def exit_after(error: sqlite3.Error | OSError) -> Exit:
 def exit_after_opening(path: Path, error: sqlite3.Error | OSError) -> Exit:
     """Return the same where the file at `path` could not be opened.
 
-    SQLite has one error code for every reason, a full disk and a wrong owner alike. So each of its files is opened once
-    more; where that works by now, another start will too.
+    SQLite has one error code for every reason, a full disk and a wrong owner alike. So each of its files is created
+    where it is missing; once that works, another start will too.
     """
     if result_code(error) != sqlite3.SQLITE_CANTOPEN:
         return exit_after(error)
     try:
         for part in PARTS:
-            os.close(open_private(Path(f"{path}{part}")))
+            create_private(Path(f"{path}{part}"))
     except OSError as cause:
         return exit_after(cause)
     return Exit.TRY_AGAIN

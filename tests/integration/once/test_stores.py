@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import asyncpg
 import pytest
 from support.databases import execute
+from support.small_disk import run
 from support.waiting import until_so
 
 from embedded import EmbeddedPostgres
@@ -191,6 +193,26 @@ async def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
 async def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     await (await SqliteStore.open(tmp_path / "once.db")).close()
     assert (tmp_path / "once.db").stat().st_mode & 0o777 == 0o600
+
+
+OTHER_PROCESS = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], timeout=0)
+try:
+    db.execute("BEGIN IMMEDIATE")
+except sqlite3.OperationalError as error:
+    print(error)
+"""
+
+
+async def test_opening_a_file_leaves_this_process_its_locks_on_it(tmp_path: Path) -> None:
+    file = tmp_path / "once.db"
+    await (await SqliteStore.open(file)).close()
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        store = await SqliteStore.open(file)
+        assert await run(sys.executable, "-c", OTHER_PROCESS, str(file)) == ["database is locked"]
+    await store.close()
 
 
 async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path: Path) -> None:

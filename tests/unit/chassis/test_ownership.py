@@ -1,5 +1,6 @@
 """Whose files and directories are, whoever makes them and under whatever umask."""
 
+import errno
 import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 from postroom.chassis.listener import unix_listener
 from postroom.chassis.ownership import (
     check_private,
+    create_private,
     hand_over,
     open_private,
     private_directory,
@@ -132,6 +134,34 @@ def test_a_file_is_opened_private_and_never_through_a_link(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is not a regular file"):
         refuse_link(tmp_path / "pipe")
+
+
+def test_a_file_is_created_without_being_opened_and_refused_as_if_it_had_been(tmp_path: Path) -> None:
+    create_private(tmp_path / "new")
+    (tmp_path / "new").write_text("kept")
+    create_private(tmp_path / "new")
+    assert (tmp_path / "new").read_text() == "kept"
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a symbolic link: remove it"):
+        create_private(tmp_path / "link")
+    with pytest.raises(FileNotFoundError):
+        create_private(tmp_path / "absent" / "new")
+
+
+def test_a_file_that_this_user_may_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch(mode=0o444)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    if (child := os.fork()) == 0:
+        try:
+            if os.geteuid() == 0:  # who may write everything
+                os.setuid(65534)
+            create_private(Path("file"))
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EACCES
 
 
 def test_programs_that_start_at_once_in_one_directory_all_listen(short_directory: Path) -> None:
