@@ -8,6 +8,7 @@ It needs nothing but the standard library, so that `postroom.once` needs no more
 
 import errno
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ QUERIES: Final = load_queries("postroom.chassis", "sqlite.sql")
 PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
 _STATEMENTS: Final = 256  # prepared statements a connection keeps
 _PRIMARY: Final = 0xFF  # the primary result code within an extended one
+_LOCKED_SECONDS: Final = 5.0  # as the busy timeout
+_PAUSE_SECONDS: Final = 0.01
 _BROKEN: Final = frozenset(
     {
         sqlite3.SQLITE_IOERR,
@@ -100,7 +103,7 @@ def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check
         db = _connect(path, "rw")
         try:
             schema.version_of(db, path)
-            db.executescript(pragmas or QUERIES["write_pragmas"])
+            _set_up(db, pragmas or QUERIES["write_pragmas"])
             if check:
                 quick_check(db)
             schema.migrate(db, path)
@@ -145,6 +148,20 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
 
 
+def _set_up(db: sqlite3.Connection, pragmas: str) -> None:
+    """Run `pragmas`; a file that another program writes to is refused a log at once, whatever the busy timeout."""
+    deadline = time.monotonic() + _LOCKED_SECONDS
+    while True:
+        try:
+            db.executescript(pragmas)
+        except sqlite3.OperationalError as error:
+            if not is_locked(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            return
+
+
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Commit what the block writes, all or nothing."""
@@ -186,6 +203,11 @@ def is_damage(error: BaseException) -> bool:
     return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def is_locked(error: BaseException) -> bool:
+    """Return whether `error` says that another connection has the file locked."""
+    return result_code(error) == sqlite3.SQLITE_BUSY
+
+
 def is_full(error: BaseException) -> bool:
     """Return whether `error` says that the disk is full."""
     number = error.errno if isinstance(error, OSError) else None
@@ -193,7 +215,12 @@ def is_full(error: BaseException) -> bool:
 
 
 def exit_after(error: sqlite3.Error | OSError) -> Exit:
-    """Return the exit code of a start that fails with `error`: 75 for a full disk and 74 for a failing one, else 78."""
+    """Return the exit code of a start that fails with `error`: 78 where only an operator can help.
+
+    75 for a full disk, 74 for a failing one, and 69 for a file that another program has locked.
+    """
+    if is_locked(error):
+        return Exit.UNAVAILABLE
     if is_full(error):
         return Exit.TRY_AGAIN
     if result_code(error) == sqlite3.SQLITE_IOERR or (isinstance(error, OSError) and error.errno == errno.EIO):

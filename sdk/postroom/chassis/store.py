@@ -76,7 +76,11 @@ _COPIED_AT_ONCE: Final = 64  # pages of a copy: some 0.3 ms for which everybody 
 _COMMIT_BYTES: Final = 4 * 4096  # that a small transaction adds to the log, about
 _STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the store counts as stuck
 _PID_WIDTH: Final = 20  # characters: always the same, so that one write replaces another
-_ADVICE: Final = {Exit.TRY_AGAIN: "the space on its disk", Exit.IO_ERROR: "its disk, and the space on it"}
+_ADVICE: Final = {
+    Exit.UNAVAILABLE: "which other program has it open",
+    Exit.TRY_AGAIN: "the space on its disk",
+    Exit.IO_ERROR: "its disk, and the space on it",
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -361,8 +365,8 @@ class Store:
         """Open, check and migrate the file, and call `prepare` in a transaction before everything else.
 
         `damaged` is called with what is wrong with a file: it raises, or moves that away for a new one. An owned file
-        is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by hand, 75 or 74 where the disk
-        is full or fails, or what `prepare` and `damaged` raise.
+        is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by hand, 69 for one that another
+        program has locked, 75 or 74 where the disk is full or fails, or what `prepare` and `damaged` raise.
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path

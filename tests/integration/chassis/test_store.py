@@ -592,6 +592,16 @@ async def test_those_who_share_a_file_bring_it_to_its_schema_once(tmp_path: Path
         await store.close()
 
 
+async def test_a_new_file_that_another_program_is_writing_is_waited_for(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "notes.db", isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        opening = asyncio.create_task(open_store(tmp_path, file=tmp_path / "notes.db"))
+        await asyncio.wait({opening}, timeout=0.3)
+        assert not opening.done()
+        db.execute("COMMIT")
+        await (await opening).close()
+
+
 async def test_the_files_are_their_owners_alone(tmp_path: Path) -> None:
     async with opened_store(tmp_path / "state") as store:
         await write(store, 1)

@@ -38,6 +38,7 @@ def test_an_error_without_a_code_is_nobodys_fault() -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
+        (failure(sqlite3.SQLITE_BUSY), Exit.UNAVAILABLE),
         (failure(sqlite3.SQLITE_FULL), Exit.TRY_AGAIN),
         (OSError(errno.ENOSPC, "no space"), Exit.TRY_AGAIN),
         (failure(sqlite3.SQLITE_IOERR_WRITE), Exit.IO_ERROR),
