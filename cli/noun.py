@@ -274,7 +274,7 @@ class VerbCommand(TyperCommand):
         """Look at the words before a path is made of any of them."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for option in self.params:
-            values = given.get(option.name)
+            values = given.get(option.name or "")
             if option.param_type_name != "option" or option.name in _MAY_BE_EMPTY:
                 continue
             if "" in (values if isinstance(values, list) else [values]):
