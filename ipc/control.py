@@ -5,6 +5,7 @@ in the outbox, so that they survive the process, and the relay is notified. `/v1
 forwarded to the broker as the member that the daemon acts as.
 """
 
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -74,7 +75,7 @@ class ControlRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self.document: dict[str, Any] = {}  # the OpenAPI document, set when the route table is complete
+        self.document: Callable[[], dict[str, Any]] = dict  # the OpenAPI document, once the route table is complete
 
     async def health(self, _request: Request) -> web.StreamResponse:
         """Answer whether all is well, and if not, why."""
@@ -99,7 +100,7 @@ class ControlRoutes:
 
     async def openapi(self, _request: Request) -> web.StreamResponse:
         """Describe every route (OpenAPI 3.1)."""
-        return json_answer(self.document)
+        return json_answer(self.document())
 
 
 class RelayRoutes:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -156,7 +157,7 @@ def routes(services: Services) -> list[Route]:
         _route("GET", "/v1/openapi.json", control.openapi, CALLER, "this document", answers={200: dict[str, Any]}),
     ]
     # fmt: on
-    control.document = document(table, services.version)
+    control.document = cache(partial(document, table, services.version))
     return table
 
 
