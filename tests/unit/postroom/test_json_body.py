@@ -20,11 +20,11 @@ from postroom.transaction import emit
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
 
 
-@given(st.dictionaries(st.text(), VALUES) | st.lists(VALUES))
+@given(st.dictionaries(st.text(), VALUES, max_size=4) | st.lists(VALUES, max_size=4))
 def test_what_arrives_is_the_same_json(value: Any) -> None:
     body = compose("topic:orders", value).body
     assert body is not None
@@ -62,7 +62,7 @@ async def test_what_is_not_json_is_refused_with_what_to_pass(body: Any) -> None:
     assert client.sent == []
 
 
-@given(st.dictionaries(st.text(), VALUES) | VALUES)
+@given(st.dictionaries(st.text(), VALUES, max_size=4) | VALUES)
 def test_a_value_of_an_event_or_a_result_is_the_same_json(value: Any) -> None:
     assert json.loads(to_json(value)) == value
 
