@@ -10,6 +10,7 @@ what one process has in hand plus what may wait for its next attempt, since a wa
 
 import json
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple
 
@@ -178,6 +179,21 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
     except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the consumer {name}") from error
     return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def refuse_left_behind(
+    js: JetStreamContext, durable: str, patterns: Collection[str], kept: Collection[str]
+) -> None:
+    """Raise `Conflict` where `durable` is in a stream of `patterns` that is not `kept`: nobody would take what it has.
+
+    For a program whose one durable stands in each stream that has some of its subjects. Raises what nats-py raises.
+    """
+    for stream in (await all_streams(js)).infos:
+        name, subjects = str(stream.config.name), stream.config.subjects or ()
+        if name not in kept and any(overlap(subject, pattern) for subject in subjects for pattern in patterns):
+            with suppress(NotFoundError):
+                found = await js.consumer_info(name, durable)
+                raise would_lose(f"consumer {name}/{durable}: {_FILTER} {filters_of(found.config)} → none")
 
 
 async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, get_current_span
-from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
+from support.agents import SETTINGS, Counting, Tally, emitted, kept, opened, place_orders, running_agent, settled
 from support.jetstream import Context
 from support.traces import attributes, links_of, parent_of
 from support.waiting import until_so
@@ -21,9 +21,12 @@ from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Outcome
 from postroom.delivery.agents.replay import replay, trace
+from postroom.delivery.agents.runtime import open_consumers
 from postroom.delivery.agents.store import Key, TurnInput
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
+from postroom.delivery.subjects import stream_name
+from postroom.errors import Conflict
 
 ORDERS = [f"order-{number}" for number in range(20)]
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -403,6 +406,22 @@ async def test_two_agents_of_one_name_on_one_host_share_the_work_the_store_and_t
     assert set(Counting.runs.values()) == {1}
     async with running_agent(context, tmp_path) as after:
         assert after.runtime.state == Tally(200, 400)
+
+
+async def test_an_agent_that_drops_every_subject_of_a_stream_is_refused(context: Context, tmp_path: Path):
+    class Wide(Counting):
+        subjects = (*Counting.subjects, "cmd.{tenant}.{workspace}.counting.>")
+
+    async with running_agent(context, tmp_path, Wide):
+        pass
+    commands = stream_name(context.name, "commands")
+    dropped = f"{commands}/counting_consumer: filter_subjects .* → none; this would lose"
+    runtime, settings = await opened(context, tmp_path), context.settings(durable="counting_consumer")
+    with pytest.raises(Conflict, match=dropped):
+        await open_consumers(context.js, runtime, [context.subject], settings)
+    await context.js.delete_consumer(commands, "counting_consumer")
+    assert len(await open_consumers(context.js, runtime, [context.subject], settings)) == 1
+    await runtime.close()
 
 
 async def test_a_store_stays_with_its_agent(context: Context, tmp_path: Path):

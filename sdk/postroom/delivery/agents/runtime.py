@@ -66,7 +66,7 @@ from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import Delivery
 from postroom.delivery.publishing import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
-from postroom.delivery.streams import all_streams, covers
+from postroom.delivery.streams import all_streams, covers, refuse_left_behind
 from postroom.errors import NotFound
 
 _log = structlog.get_logger(__name__)
@@ -366,7 +366,7 @@ async def open_consumers(
     """Declare the durable consumers for `subjects`, one for each stream that keeps some of them, and return them.
 
     The stream in `settings` is replaced. Raises `NotFound` where no stream keeps a subject, `Conflict` where a durable
-    of that name does something else, `Unavailable` without JetStream.
+    of that name does something else, also in a stream of the tenant that keeps none, `Unavailable` without JetStream.
     """
     wanted = defaultdict(list)
     for subject in subjects:
@@ -377,6 +377,11 @@ async def open_consumers(
             raise NotFound.of("stream_not_found", detail, retryable=True) from error
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
+    of_the_tenant = (f"{runtime.tenant}.>", f"cmd.{runtime.tenant}.>")
+    try:
+        await refuse_left_behind(js, settings.durable, of_the_tenant, wanted)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"looking for the consumers {settings.durable}") from error
     consumers: list[Consumer] = []
     assert isinstance(runtime.publisher, AgentPublisher)  # noqa: S101 - with JetStream, the publisher is always this one
     for stream, some in wanted.items():
