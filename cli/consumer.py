@@ -21,7 +21,7 @@ from postroom.errors import error_for
 if TYPE_CHECKING:
     from postroom import BrokerClient
 
-app = noun("Post messages to an HTTP handler; see how far each consumer is, pause and resume it.")
+app = noun("Post messages to an HTTP handler; see how far each consumer is, pause, resume and delete it.")
 
 COLUMNS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "LAST SEEN", "STATE")
 
@@ -62,7 +62,7 @@ class Described(NamedTuple):
 
 @app.callback()
 def consumer() -> None:
-    """Post messages to an HTTP handler; see how far each consumer is, pause and resume it."""
+    """Post messages to an HTTP handler; see how far each consumer is, pause, resume and delete it."""
 
 
 @app.command("list")

@@ -259,6 +259,12 @@ CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, ConsumerFilte
             undoable=True,
         ),
         "resume": Verb("Give paused consumers messages again.", "resumed", frozenset({"paused"}), undoable=True),
+        "delete": Verb(
+            "Delete consumers that no program runs, and how far they were; the messages stay in their streams.",
+            "deleted",
+            frozenset({"active", "paused"}),
+            grave=True,
+        ),
     },
     reads="broker_look",
     changes="broker_repair",

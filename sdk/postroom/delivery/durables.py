@@ -18,7 +18,7 @@ from nats.js.errors import NotFoundError
 from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import Durable
 from postroom.chassis.postgres import Connection, Pool
-from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats
+from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats, still_runs
 from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import all_consumers, all_streams, filters_of
 
@@ -107,7 +107,17 @@ async def resume(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -
         raise from_nats(error, f"resuming the consumer {info.name}") from error
 
 
-EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume})
+async def delete(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -> None:
+    """Delete it; raises `Conflict` while a program asks for its messages, `Unavailable`."""
+    if info.num_waiting:
+        raise still_runs(info.name)
+    try:
+        await js.delete_consumer(info.stream_name, info.name)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"deleting the consumer {info.name}") from error
+
+
+EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume, "delete": delete})
 """What each verb does to a consumer, for an operator who gave a reason."""
 
 

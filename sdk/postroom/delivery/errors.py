@@ -94,7 +94,7 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
     detail = (
         f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. If this "
         "program had that name before, set it as its durable; otherwise stop the other program, and delete its "
-        f"consumer: `nats consumer rm {stream} NAME`"
+        f"consumer: `postroom consumer delete {stream}/NAME`"
     )
     return Conflict.of("subjects_taken", detail)
 
@@ -155,6 +155,12 @@ def cannot_pause(consumer: str, version: str) -> Unavailable:
     """Say that the server is too old to pause a consumer."""
     detail = f"cannot pause {consumer}: NATS {version} does not support it: update it to 2.11, or stop its program"
     return Unavailable.of("nats_too_old", detail)
+
+
+def still_runs(consumer: str) -> Conflict:
+    """Refuse to delete a consumer that a program reads from at the moment, and would make again at its next start."""
+    detail = f"cannot delete {consumer}: a program asks for its messages now; stop that first"
+    return Conflict.of("consumer_in_use", detail, retryable=True)
 
 
 def no_nats(doing: str) -> Unavailable:

@@ -193,7 +193,8 @@ async def refuse_left_behind(
         if name not in kept and any(overlap(subject, pattern) for subject in subjects for pattern in patterns):
             with suppress(NotFoundError):
                 found = await js.consumer_info(name, durable)
-                raise would_lose(f"consumer {name}/{durable}: {_FILTER} {filters_of(found.config)} → none")
+                change = f"consumer {name}/{durable}: {_FILTER} {filters_of(found.config)} → none"
+                raise would_lose(f"{change} (`postroom consumer delete {name}/{durable}` makes it so)")
 
 
 async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:

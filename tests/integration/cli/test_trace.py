@@ -760,6 +760,13 @@ def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
     assert "counting" in office.user.run("consumer", "list").out
     assert office.user.run("consumer", "show", "nobody-knows").code == 3
 
+    why = ("--reason", "it is retired", "--yes")
+    running = office.user.run("consumer", "delete", f"{MESH.upper()}_EVENTS/counting", *why)
+    assert (running.code, "a program asks for its messages now" in running.err) == (4, True)
+    assert office.user.run("consumer", "delete", "idle", *why).out == f"{MESH.upper()}_EVENTS/idle deleted\n"
+    assert office.user.run("consumer", "show", "idle").code == 3
+    assert "idle" in office.user.run("log", "--at", "broker").out
+
 
 def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -> None:
     office = consumer

@@ -1,4 +1,4 @@
-"""A consumer that an operator pauses: it is given nothing until it is resumed, whoever asks, whatever is restarted."""
+"""A consumer that an operator pauses is given nothing until it is resumed, whoever asks; a deleted one is gone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 
 import nats
+import pytest
+from nats.js.errors import NotFoundError
 from support.jetstream import Context, Script
 from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from postroom.claims import DONE, Done, Later, Outcome
-from postroom.delivery.durables import OperatorPause, pause, pause_of, resume
+from postroom.delivery.durables import OperatorPause, delete, pause, pause_of, resume
 from postroom.delivery.message import Delivery
+from postroom.errors import Conflict
 
 ADA = OperatorPause("ada of sea", "it bills twice")
 
@@ -98,6 +101,28 @@ async def test_a_pause_outlasts_the_server(tmp_path: Path) -> None:
         await script.saw(1)
     await connection.close()
     server.stop()
+
+
+async def test_a_consumer_is_deleted_where_no_program_runs_it(context: Context) -> None:
+    script = Script()
+    async with context.consuming(script):
+        await context.publish(["before"])
+        await script.saw(1)
+
+        async def asks() -> bool:
+            return bool((await context.info()).num_waiting)
+
+        await until_so(asks, "it asks for more")
+        with pytest.raises(Conflict, match="a program asks for its messages now; stop that first"):
+            await delete(context.js, await context.info(), ADA)
+
+    async def left() -> bool:
+        return not await asks()
+
+    await until_so(left, "what it asked for last has run out")
+    await delete(context.js, await context.info(), ADA)
+    with pytest.raises(NotFoundError):
+        await context.info()
 
 
 async def test_who_paused_it_in_another_way_is_not_known(context: Context) -> None:
