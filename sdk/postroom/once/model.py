@@ -9,6 +9,7 @@ A `PENDING` key is renewed by its owner, or taken over once its lease has run ou
 attempt gets its result (docs/contract/delivery.md#delivery-69 to delivery-74).
 """
 
+import os
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, TypeAlias
 
@@ -102,7 +103,7 @@ class Store(Claims, Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the store. A second call does nothing."""
+        """Close the store. A second call, or one in a forked process, does nothing."""
         ...
 
 
@@ -134,6 +135,12 @@ def absent(where: str) -> NotFound:
     """Build the error for a place without a registry."""
     detail = f"there is no registry in {where}: check its address; the first program that opens it creates it"
     return NotFound.of("registry_absent", detail)
+
+
+def check_process(opened_in: int) -> None:
+    """Raise `RuntimeError` in a process that was forked: the store's thread and connections are its parent's."""
+    if opened_in != os.getpid():
+        raise RuntimeError("this registry was opened before a fork: open one in this process")
 
 
 def unavailable(error: BaseException) -> Unavailable:

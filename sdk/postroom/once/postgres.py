@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import msgspec
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, read_sql, runs_on, why_refused
 from postroom.claims.postgres import PostgresClaims
-from postroom.once.model import PARTS, Scope, absent, table, unavailable, unusable
+from postroom.once.model import PARTS, Scope, absent, check_process, table, unavailable, unusable
 
 _VERSION: Final = 1
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")
@@ -45,6 +46,7 @@ class PostgresStore(PostgresClaims):
         super().__init__(table("postroom_once.idempotency_keys"), PARTS, self._timed)
         self._pool = pool
         self._owned = owned
+        self._process = os.getpid()
 
     @classmethod
     async def open(cls, url: str, *, create: bool = True) -> Self:
@@ -112,7 +114,7 @@ class PostgresStore(PostgresClaims):
 
     async def close(self) -> None:
         """See `Store.close`."""
-        if self._owned:
+        if self._owned and self._process == os.getpid():
             await self._pool.close()
 
     async def _timed(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
@@ -124,6 +126,7 @@ class PostgresStore(PostgresClaims):
 
         Under a higher one, a key that another worker takes at the same moment would be an error instead of held.
         """
+        check_process(self._process)
         async with (
             _mapped(),
             self._pool.acquire() as connection,

@@ -6,6 +6,7 @@ rollback journal, since several processes write (see sql/sqlite.sql).
 """
 
 import asyncio
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from postroom.once.model import (
     PARTS,
     Scope,
     absent,
+    check_process,
     table,
     unavailable,
     unusable,
@@ -46,6 +48,7 @@ class SqliteStore(SqliteClaims):
         self._clock = clock
         self._thread = None if path is None else ThreadPoolExecutor(1, thread_name_prefix="idempotency registry")
         self._db: sqlite3.Connection | None = None
+        self._process = os.getpid()
 
     @classmethod
     async def open(cls, path: Path | None, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
@@ -96,6 +99,8 @@ class SqliteStore(SqliteClaims):
 
     async def close(self) -> None:
         """See `Store.close`."""
+        if self._process != os.getpid():
+            return
         if self._db is not None:
             db, self._db = self._db, None
             await self._on_thread(db.close)
@@ -116,6 +121,7 @@ class SqliteStore(SqliteClaims):
         return await self._on_thread(locked)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
+        check_process(self._process)
         try:
             if self._thread is None:  # in memory no step blocks
                 return call()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_disk import run
 
 from embedded.processes import tethered
 
@@ -112,6 +113,40 @@ async def test_a_stopped_worker_that_wakes_up_past_its_lease_cannot_commit(worke
     assert await _goes_on(stopped) == ["k lease_lost"]
     assert await _goes_on(other) == ["k 2 lease_expired k"]
     assert await workers.finish("k") == ["k 0 None k"]
+
+
+FORKED = """
+import asyncio, multiprocessing, sys
+from postroom.once import open_registry
+
+async def claim(registry, key):
+    async with registry.once("acme", "orders", key) as claim:
+        if claim.first:
+            claim.result = key
+        return claim.first
+
+def forked(registry):
+    try:
+        asyncio.run(claim(registry, "child's"))
+    except RuntimeError as error:
+        print(error, flush=True)
+    asyncio.run(registry._store.close())
+
+async def main():
+    async with open_registry(sys.argv[1], wait=0) as registry:
+        print(await claim(registry, "k"), flush=True)
+        child = multiprocessing.get_context("fork").Process(target=forked, args=(registry,), daemon=True)
+        child.start()
+        await asyncio.to_thread(child.join, 20)
+        print(child.exitcode, await claim(registry, "l"), await claim(registry, "l"), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_forked_process_is_told_to_open_a_registry_of_its_own(place: str) -> None:
+    refused = "this registry was opened before a fork: open one in this process"
+    assert await run(sys.executable, "-c", FORKED, place) == ["True", refused, "0 True False"]
 
 
 async def _goes_on(process: asyncio.subprocess.Process) -> list[str]:
