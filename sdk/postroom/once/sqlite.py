@@ -114,11 +114,21 @@ class SqliteStore(SqliteClaims):
         """Run a step in a transaction; the clock is read once it has the lock."""
 
         def locked() -> T:
-            db = self._db or self._open()
+            db = self._db or self._open(create=False)
             with transaction(db):
                 return step(db, self._clock())
 
-        return await self._on_thread(locked)
+        def run() -> T:
+            try:
+                return locked()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED or self._db is None:
+                    raise
+                self._db.close()  # its file was replaced, or removed: nothing was written
+                self._db = None
+                return locked()
+
+        return await self._on_thread(run)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         check_process(self._process)

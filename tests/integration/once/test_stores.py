@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from support.waiting import until_so
 
 from embedded import EmbeddedPostgres
 from postroom._wire.sql import read_sql
-from postroom.errors import InvalidMessage, PostroomError, Unavailable
-from postroom.once import Run, Scope, open_registry
+from postroom.errors import InvalidMessage, NotFound, PostroomError, Unavailable
+from postroom.once import Registry, Run, Scope, open_registry
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import new_owner
 from postroom.once.sqlite import SqliteStore
@@ -213,6 +214,30 @@ async def test_opening_a_file_leaves_this_process_its_locks_on_it(tmp_path: Path
         store = await SqliteStore.open(file)
         assert await run(sys.executable, "-c", OTHER_PROCESS, str(file)) == ["database is locked"]
     await store.close()
+
+
+async def test_a_file_that_was_replaced_is_opened_and_one_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
+    file, copy, aside = (tmp_path / name for name in ("once.db", "copy.db", "aside.db"))
+
+    async def is_first(registry: Registry, key: str) -> bool:
+        async with registry.once("", "orders", key) as claim:
+            return claim.first
+
+    async with open_registry(f"sqlite://{file}", wait=0) as registry:
+        assert await is_first(registry, "before")
+        shutil.copyfile(file, copy)
+        assert await is_first(registry, "after")
+        file.rename(aside)
+        copy.rename(file)
+        assert await is_first(registry, "new")
+        assert not await is_first(registry, "before")
+        assert await is_first(registry, "after")
+        file.unlink()
+        for _ in range(2):
+            with pytest.raises(NotFound, match="there is no registry in"):
+                await is_first(registry, "newer")
+        aside.rename(file)
+        assert not await is_first(registry, "after")
 
 
 async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path: Path) -> None:
