@@ -49,11 +49,15 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Set `stop` on SIGTERM and SIGINT, and where the terminal closes, unless nohup(1) has SIGHUP ignored."""
+    """Set `stop` on SIGTERM and SIGINT, and where the terminal closes, unless nohup(1) has SIGHUP ignored.
+
+    A program inherits the signals that its parent has blocked.
+    """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stop.set)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 async def run_until_stopped(

@@ -25,6 +25,15 @@ def test_it_accepts_while_the_broker_is_away_and_stops_in_order(daemon: Any) -> 
     assert not daemon.socket.exists()
 
 
+def test_a_signal_that_its_parent_has_blocked_stops_it(daemon: Any) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        daemon.start(umask=0o022)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert daemon.ready().stop() == 0, daemon.said()
+
+
 def test_what_was_acknowledged_outlives_a_kill(daemon: Any) -> None:
     daemon.start().ready()
     for number in range(20):
