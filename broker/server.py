@@ -1,10 +1,8 @@
 """The broker as a process: config → Postgres, Redis, limiter → HTTP → wait → stop in the opposite order."""
 
 import asyncio
-import resource
 import socket
 import ssl
-import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -30,14 +28,20 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
 from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import letting_go
-from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
+from postroom.chassis.runtime import (
+    answer_watchdog,
+    notify,
+    run_until_stopped,
+    spare_descriptors,
+    stop_on_signals,
+    watchdog_seconds,
+)
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.settings import networks_of
 
 _log = structlog.get_logger(__name__)
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
-_DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, names of webhooks, and everything else that the process opens
 _EXAMINED: Final = 100  # connections at most, to find one that is idle
 
 
@@ -143,11 +147,9 @@ class LimitedServer(TimedServer):
 def timed_server(app: web.AppRunner, services: Services) -> LimitedServer:
     """Return a server with deadlines for the application that `app` has set up; aiohttp's own has none."""
     inner = cast(web.Server, app.server)
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors
     return LimitedServer(
         inner.request_handler,
-        most=max(1, min(services.config.max_connections, descriptors - _DESCRIPTORS_KEPT)),
+        most=min(services.config.max_connections, spare_descriptors()),
         deadlines=services.config,
         on_drop=lambda reason: services.metrics.dropped.labels(reason).inc(),
         request_factory=inner.request_factory,

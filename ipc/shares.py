@@ -15,7 +15,6 @@ that is larger than a turn rests as many turns, but small pieces of work need no
 """
 
 import asyncio
-import resource
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Annotated, Final
 import msgspec
 
 from postroom._wire.message import MAX_BODY_BYTES, MAX_REQUEST_BYTES
+from postroom.chassis.runtime import spare_descriptors
 from postroom.errors import TryAgain
 
 NO_UID: Final = -1  # of a holder without a uid
@@ -35,7 +35,6 @@ _ALONE_REQUEST: Final = 512  # of a uid that is alone: another one waits for som
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long a uid counts as present after its last work
-_FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and everything else that is opened
 MIB: Final = 1024 * 1024
 
 Bytes = Annotated[int, msgspec.Meta(ge=1024)]
@@ -83,10 +82,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
 
     def connection_cap(self) -> int:
         """Return how many connections may be open, so that file descriptors remain for everything else."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft == resource.RLIM_INFINITY:
-            return self.connections
-        return max(1, min(self.connections, soft - _FDS_KEPT_FREE))
+        return min(self.connections, spare_descriptors())
 
 
 class Budget:

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import importlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ T = TypeVar("T")
 _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and form no cycles
 
 _log = structlog.get_logger(__name__)
+_DESCRIPTORS_KEPT: Final = 64  # for databases, servers, logs and everything else that is opened
 _CLEAN_UP_SECONDS: Final = 5.0  # that a task may take to end when it is cancelled
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
 _GLANCE_SECONDS: Final = 1.0  # between two glances at what needs no request
@@ -42,10 +44,26 @@ _STEP_SECONDS: Final = 0.5
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a program's main coroutine, on the faster event loop, and return what it returns."""
+    """Run a program's main coroutine, on the faster event loop, and return what it returns.
+
+    Raises `Fatal` (78) where the process may open too few files to work.
+    """
+    if spare_descriptors() < 1:
+        main.close()
+        raise Fatal(
+            Exit.CONFIG,
+            f"its limit on open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and it needs more than "
+            f"{_DESCRIPTORS_KEPT}: raise it with `ulimit -n 1024`, or LimitNOFILE= of its unit",
+        )
     gc.set_threshold(*_GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def spare_descriptors() -> int:
+    """Return how many file descriptors there are for the connections of callers."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - _DESCRIPTORS_KEPT
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -8,6 +8,8 @@ import resource
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -272,6 +274,14 @@ def test_a_disk_that_fails_under_a_commit_ends_the_daemon_with_74(daemon: Any) -
     daemon.start().ready()
     assert daemon.ask("GET", "/v1/sends/kept")[0] == 200
     assert daemon.send("lost") == 202
+
+
+def test_a_limit_on_open_files_under_which_nobody_could_connect_is_refused(daemon: Any) -> None:
+    daemon.write()
+    begin = 'ulimit -n 32; exec "$0" -m daemon --config "$1"'
+    command = ["sh", "-c", begin, sys.executable, str(daemon.file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "its limit on open files is 32" in done.stderr) == (78, True), done.stderr
 
 
 def test_daemons_that_start_at_once_in_one_directory_of_sockets_all_run(daemon: Any, second: Any) -> None:
