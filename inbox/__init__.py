@@ -239,7 +239,7 @@ class Inbox:
     @property
     def used_bytes(self) -> int:
         """Bytes of the file."""
-        return self._store.path.stat().st_size
+        return self._store.file_bytes
 
     async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Call `read` with the connection and `arguments`: all its queries see the same rows."""

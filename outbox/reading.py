@@ -254,7 +254,7 @@ class Reader:
             payload_bytes=tally[5],
             waiting_bytes=tally[6],
             used_bytes=used_bytes,
-            file_bytes=self._store.path.stat().st_size,
+            file_bytes=self._store.file_bytes,
             wal_bytes=self._store.wal_bytes,
             oldest_pending_at=oldest,
             due_ms=0 if due_since is None else max(0, now - due_since),

@@ -22,7 +22,7 @@ checkpoints after the answers, and every MiB: SQLite's own would run inside a co
             briefly.
 failure     a full disk refuses what does not fit, and nothing has changed. After any other error of the disk or the
             file it is not known whether the transaction happened: every waiting operation fails with that, `failed` is
-            set, and the store takes nothing any more.
+            set, and the store takes nothing any more. The same where the file is no longer at its path after a commit.
 copying     a copy is made through the same connection, a few pages at a time, and groups are written between them.
             SQLite keeps the copy up to date with what they change. So there is no long read, which would keep the log
             from starting over, and at its end the copy is what the file is at that moment.
@@ -312,6 +312,10 @@ class Transactor:
         """Do the chores; operations wait for it. What this raises fails the store."""
 
 
+class Moved(Exception):
+    """The file that is open is no longer at its path."""
+
+
 class Store:
     """An open store; any task of one event loop may call it."""
 
@@ -336,6 +340,7 @@ class Store:
         self._waiting = queue
         self._group = group
         self._checkpoint_bytes = checkpoint_bytes
+        self._inode = self.path.stat().st_ino
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -437,6 +442,15 @@ class Store:
         return self.failure is None and not self._stopping and not stalled
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes of the file; one that was moved fails the store, since a program that starts again does not see it."""
+        try:
+            return self._size()
+        except Moved as error:
+            self._end(error)
+            raise self._answers.unknown(self.path, error) from error
+
+    @property
     def wal_bytes(self) -> int:
         """Bytes of the write-ahead log on disk."""
         try:
@@ -521,6 +535,7 @@ class Store:
             group = self._waiting.take(self._group) if self._waiting else []
             try:
                 outcomes = self._commit(group, db) if group else []
+                self._size()
                 if self._owned is not None:
                     self._loop.call_soon_threadsafe(self._answer, group, outcomes)
                     group = []
@@ -534,6 +549,13 @@ class Store:
             if self._owned is None:  # the process with the next turn may write as soon as this one is answered
                 self._loop.call_soon_threadsafe(self._answer, group, outcomes)
         return True
+
+    def _size(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            status = self.path.stat()
+            if status.st_ino == self._inode:
+                return status.st_size
+        raise Moved("it was removed or replaced while it was open, so put it back")
 
     def _commit(self, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
         """Run the group in one transaction, or each alone where that fails; raises where the file is to blame."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -274,6 +275,23 @@ def test_a_disk_that_fails_under_a_commit_ends_the_daemon_with_74(daemon: Any) -
     daemon.start().ready()
     assert daemon.ask("GET", "/v1/sends/kept")[0] == 200
     assert daemon.send("lost") == 202
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_outbox_that_is_moved_under_a_daemon_ends_it_with_74(daemon: Any, *, replaced: bool) -> None:
+    daemon.start().ready()
+    assert daemon.send("kept") == 202
+    file, aside = daemon.state / "outbox.db", daemon.state / "aside"
+    shutil.copyfile(file, daemon.state / "copy")
+    file.rename(aside)
+    if replaced:
+        (daemon.state / "copy").rename(file)
+        assert daemon.send("lost") == 503  # the next start would not know of it
+    assert daemon.ended() == 74
+    assert "it was removed or replaced while it was open" in daemon.said()
+    aside.rename(file)
+    daemon.start().ready()
+    assert daemon.ask("GET", "/v1/sends/kept")[0] == 200
 
 
 def test_a_limit_on_open_files_under_which_nobody_could_connect_is_refused(daemon: Any) -> None:
