@@ -63,7 +63,7 @@ class Screen:
             yield ""
             yield from self.consumers(sight.consumers)
         for one in sight.unseen:
-            yield from self.fold(one, "(", "  ", None)
+            yield from self.fold(f"({one})")
 
     def troubles(self, sight: Sight) -> Iterator[str]:
         """Yield what is wrong, and what there is."""
@@ -105,7 +105,7 @@ class Screen:
             yield ""
         yield from self.troubles(sight)
         for one in sight.unseen:
-            yield from self.fold(one, "(", "  ", None)
+            yield from self.fold(f"({one})")
 
     def _bars(self, caption: str, heights: Sequence[float]) -> Iterator[str]:
         """Yield a caption, and below it a bar for each number that is not zero."""

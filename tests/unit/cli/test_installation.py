@@ -71,6 +71,12 @@ def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == ""
 
 
+def test_what_could_not_be_asked_is_in_brackets() -> None:
+    sight = Sight(unseen=["the broker was not asked"])
+    assert list(Screen().installation(sight))[-1] == "(the broker was not asked)"
+    assert list(Screen().hour(sight))[-1] == "(the broker was not asked)"
+
+
 async def test_a_broker_that_cannot_answer_says_nothing_of_the_server_that_it_was_asked_about() -> None:
     async def ask() -> dict[str, Any]:
         raise TryAgain.of("database_unavailable", "the broker cannot reach its database: try again")
