@@ -118,6 +118,8 @@ def of_the_system(error: Any) -> Ending:
     """Say which file, or which end of the pipe, could not be read or written."""
     if error.filename is None and isinstance(error, FileNotFoundError):  # of a relative path
         return Ending(Exit.IO_ERROR, "the working directory has been removed: change to another one")
+    if error.filename is not None and isinstance(error, PermissionError):
+        return Ending(Exit.NOT_PERMITTED, f"{error.filename}: {error.strerror}; use an account that may")
     return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
 
 

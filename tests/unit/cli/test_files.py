@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.files import new_file
+from cli.main import ending
 from postroom.chassis.exits import Exit, Fatal
 
 
@@ -52,3 +53,8 @@ def test_a_file_that_could_not_be_written_leaves_nothing(directory: Path) -> Non
     with pytest.raises(ZeroDivisionError), new_file(directory / "copy"):
         raise ZeroDivisionError
     assert list(directory.iterdir()) == []
+
+
+def test_a_command_that_may_not_use_a_file_is_not_permitted() -> None:
+    refused = OSError(errno.EACCES, os.strerror(errno.EACCES), "/mailroom/up.pid")
+    assert ending(refused) == (Exit.NOT_PERMITTED, "/mailroom/up.pid: Permission denied; use an account that may")
