@@ -16,7 +16,7 @@ from broker_client import BrokerClientSettings, RelaySettings
 from inbox import InboxSettings
 from ipc.shares import Limits
 from outbox import OutboxSettings
-from postroom._wire.message import DestinationKind
+from postroom._wire.message import DestinationKind, is_destination
 from postroom._wire.names import MESH
 from postroom.chassis.config import Host, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
@@ -103,12 +103,13 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> D
             "never be accepted: raise it, or lower limits.request_bytes"
         )
         raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}")
-    kinds = tuple(f"{kind}:" for kind in get_args(DestinationKind))
     for pattern in config.allow_destinations:
         begin = re.split(r"[*?[]", pattern, maxsplit=1)[0]  # how every destination that it matches begins
-        if not begin.startswith(kinds) and (begin == pattern or not any(kind.startswith(begin) for kind in kinds)):
+        longer = [f"{begin}a", *(f"{kind}:a" for kind in get_args(DestinationKind) if f"{kind}:".startswith(begin))]
+        if not any(map(is_destination, [begin] if begin == pattern else [begin, *longer])):
             sentence = (
-                f"allow_destinations has {pattern!r}, which no destination matches: write it as in `topic:orders*`"
+                f"allow_destinations has {pattern!r}, which no destination matches: write it as in `topic:orders*`, "
+                "in lower case"
             )
             raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}")
     return config

@@ -290,6 +290,15 @@ def parse_destination(text: str, field: str = "to") -> Destination:
     return Destination(kind, ref)  # type: ignore[arg-type]
 
 
+def is_destination(text: str) -> bool:
+    """Return whether `text` is a destination."""
+    try:
+        parse_destination(text)
+    except InvalidMessage:
+        return False
+    return True
+
+
 def check_destination(text: str | None) -> str | None:
     """Return the destination that a filter names, if any; raises `InvalidMessage` where it is not a destination."""
     if text is not None:

@@ -69,7 +69,10 @@ def test_the_largest_request_has_to_fit_into_what_is_held_in_memory() -> None:
     assert refusal.value.exit_code == Exit.CONFIG
 
 
-@pytest.mark.parametrize("pattern", ["orders", "orders*", "topics:*", "Topic:orders", "dm", "x?"])
+MISNAMED = ["topic:Orders*", "topic:Orders", "topic:a-b*", "topic:", "dm:1*", "queue:a..*", f"dm:{'a' * 65}*"]
+
+
+@pytest.mark.parametrize("pattern", ["orders", "orders*", "topics:*", "Topic:orders", "dm", "x?", *MISNAMED])
 def test_a_pattern_that_no_destination_matches_is_refused(pattern: str) -> None:
     with pytest.raises(Fatal, match=f"allow_destinations has '{re.escape(pattern)}', which no destination") as refusal:
         load_config(None, {**LEAST, "POSTROOM_DAEMON_ALLOW_DESTINATIONS": f"topic:orders, {pattern}"})
@@ -77,7 +80,8 @@ def test_a_pattern_that_no_destination_matches_is_refused(pattern: str) -> None:
 
 
 def test_a_pattern_that_some_destination_matches_is_taken() -> None:
-    patterns = ["*", "topic:orders", "topic:*", "t*", "[td]*:b", "?m:bob", "queue:work.*"]
+    patterns = ["*", "topic:orders", "topic:*", "t*", "[td]*:b", "?m:bob", "queue:work.*", "queue:a-b", "dm:a-*"]
+    patterns += [f"dm:{'a' * 64}*", "topic:a_[0-9]"]
     config = load_config(None, {**LEAST, "POSTROOM_DAEMON_ALLOW_DESTINATIONS": ", ".join(patterns)})
     assert config.allow_destinations == patterns
 
