@@ -63,6 +63,9 @@ POSTGRES_ERRORS: Final = (*UNREACHABLE, asyncpg.PostgresError)  # whatever it fa
 # The same values are refused again, however often they are sent.
 REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
 
+# What Postgres raises for a name that is in use: a migration makes each of its own only once.
+_TAKEN: Final = (asyncpg.DuplicateSchemaError, asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError)
+
 # The exit code of an error; a server that starts or stops counts as one that cannot be reached.
 _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
     (UNREACHABLE, Exit.UNAVAILABLE),
@@ -70,6 +73,7 @@ _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
     ((asyncpg.TooManyConnectionsError, asyncpg.ReadOnlySQLTransactionError), Exit.TRY_AGAIN),
     ((asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError), Exit.CONFIG),
     ((asyncpg.InsufficientPrivilegeError,), Exit.NOT_PERMITTED),
+    (_TAKEN, Exit.CONFIG),
 )
 _SENTENCES: Final[Mapping[Exit | type[Exception], str]] = {
     asyncpg.TooManyConnectionsError: (
@@ -78,6 +82,7 @@ _SENTENCES: Final[Mapping[Exit | type[Exception], str]] = {
     asyncpg.ReadOnlySQLTransactionError: (
         "the database takes no writes: name the primary in database_url, or all hosts and target_session_attrs=primary"
     ),
+    **dict.fromkeys(_TAKEN, "the database has things of another program under our names: use one of Postroom's own"),
     Exit.UNAVAILABLE: "cannot open the database (database_url)",
     Exit.CONFIG: "the database refused the login: correct database_url, or create the role or the database",
     Exit.NOT_PERMITTED: "the role of database_url lacks the permission for this: grant it",
@@ -237,7 +242,8 @@ def fatal_errors() -> Iterator[None]:
     """Turn errors of Postgres into `Fatal`, for programs that cannot go on without it.
 
     69 where it can't be reached, 75 where it is full or read-only, 78 where it knows no such role, password or
-    database, 77 where the role may not do what the program does, 1 for anything else.
+    database, or has things of others under our names, 77 where the role may not do what the program does, 1 for
+    anything else.
     """
     try:
         yield

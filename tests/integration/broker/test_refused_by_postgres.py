@@ -143,6 +143,18 @@ async def test_a_database_without_writes_is_worth_another_try(database_url: str)
     assert refused.value.exit_code == Exit.TRY_AGAIN
 
 
+@pytest.mark.parametrize("theirs", ["SCHEMA mesh", "TABLE postroom.programs ()", "FUNCTION postroom.is_silent"])
+async def test_a_database_with_things_of_others_under_our_names_is_refused(database_url: str, theirs: str) -> None:
+    async with connected(database_url) as connection:
+        body = "(since timestamptz, period interval) RETURNS boolean RETURN true" if "is_silent" in theirs else ""
+        await connection.execute(f"CREATE SCHEMA postroom; CREATE {theirs}{body}")
+    with pytest.raises(
+        Fatal, match=r"things of another program.*: use one of Postroom's own: .* already exists"
+    ) as refused:
+        await migrate(database_url)
+    assert refused.value.exit_code == Exit.CONFIG
+
+
 async def test_whatever_else_postgres_refuses_is_a_failure(database_url: str) -> None:
     connection = await asyncpg.connect(database_url)
     with pytest.raises(Fatal, match="DivisionByZeroError: division by zero") as refused, fatal_errors():
