@@ -5,6 +5,7 @@ The rules are docs/contract/operate.md#operate-60 and #operate-71.
 
 import asyncio
 from collections.abc import Coroutine
+from importlib.metadata import version
 from typing import Any, Final
 
 from aiohttp import web
@@ -14,13 +15,15 @@ from broker.database import Database
 from broker.limiter import Limiter
 from broker.metrics import Metrics
 from broker.operator import check_mesh
-from broker.requests import decode_body
+from broker.requests import decode, received
 from postroom._wire.administration import BrokerHealth
-from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report
+from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report, ReportHead
 from postroom.chassis.routes import decode_query, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting
 from postroom.delivery.programs import PostgresReports, keep_report, list_minutes, list_programs
+from postroom.errors import InvalidMessage
 
+_DISTRIBUTION: Final = "postroom-server"
 _READY_SECONDS: Final = 2.0
 
 
@@ -32,7 +35,9 @@ class Programs:
 
     async def report(self, request: web.Request) -> web.Response:
         """`POST /v1/programs`: from a daemon, which has the name of the member that it acts as."""
-        member, report = member_of(request), await decode_body(request, Report)
+        member = member_of(request)
+        async with received(request) as body:
+            report = _decode_report(bytes(body))
         async with self._database.read(member.whose) as connection:
             await keep_report(connection, "daemon", member.mesh, member.name, report)
         return web.Response(status=204)
@@ -45,6 +50,17 @@ class Programs:
             if not programs:
                 await check_mesh(connection, mesh)
         return json_response(ProgramPage(programs=programs))
+
+
+def _decode_report(body: bytes) -> ReportHead:
+    """Return the report; of another release's with what this one does not know, its head."""
+    head = decode(body, ReportHead)
+    try:
+        return decode(body, Report)
+    except InvalidMessage:
+        if head.version == version(_DISTRIBUTION):
+            raise
+        return head
 
 
 class Minutes:
@@ -78,7 +94,7 @@ class Health:
 
     def reporting(self, url: str) -> Coroutine[Any, Any, None]:
         """Return a task that reports the broker at `url` until it is cancelled, and then takes it off the list."""
-        reporter = Reporter("postroom-server", url)
+        reporter = Reporter(_DISTRIBUTION, url)
         reports = PostgresReports(self._database.reading, "broker", "broker")
 
         async def look() -> Report:

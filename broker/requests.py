@@ -65,16 +65,20 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
     413 for one with so many values that it is not decoded.
     """
     async with received(request) as body:
-        data = bytes(body)
-        refuse_too_many_values(data, _MOST_VALUES)
-        try:
-            decoded = msgspec.json.decode(data, type=kind)
-        except msgspec.ValidationError as error:
-            field, sentence = shape_fault(error, kind)
-            raise InvalidMessage.of("invalid_request", sentence, field=field) from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            fault = json_fault(error, data)
-            sentence = f"the body is not what this route takes: {fault}; GET /openapi.json says what it must be"
-            raise InvalidMessage.of("invalid_request", sentence) from error
-        refuse_duplicate_keys(data)
-        return decoded
+        return decode(bytes(body), kind)
+
+
+def decode(data: bytes, kind: type[B]) -> B:
+    """Return the bytes of a body decoded, as `decode_body` does."""
+    refuse_too_many_values(data, _MOST_VALUES)
+    try:
+        decoded = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        field, sentence = shape_fault(error, kind)
+        raise InvalidMessage.of("invalid_request", sentence, field=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fault = json_fault(error, data)
+        sentence = f"the body is not what this route takes: {fault}; GET /openapi.json says what it must be"
+        raise InvalidMessage.of("invalid_request", sentence) from error
+    refuse_duplicate_keys(data)
+    return decoded

@@ -42,14 +42,10 @@ class ProgramPart(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True)
     flows: Annotated[list[Name], msgspec.Meta(max_length=1000)] = []
 
 
-class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """What a program says of itself, `at` a time of its own clock: the body of `POST /v1/programs`.
+class ReportHead(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """Who reports, `at` a time of its own clock: what reports of every release have.
 
-    `address` is its socket, or the URL of its pages. `waiting` rows of a daemon are `pending` or `inflight`, the oldest
-    from `oldest_at`; `relay` is the relay's state. `disk_free` bytes are left where it keeps them. `totals` are counted
-    since it started: `queued` and `relayed` by a daemon, `accepted` by a broker, `published`, `handled` and
-    `dead_lettered` by a worker, and of what it handled `handled_in_<n>` how many took no longer than the bound number n
-    of `LATENCIES`, from 0, and longer than the one before.
+    `address` is its socket, or the URL of its pages.
     """
 
     host: Name
@@ -57,19 +53,31 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     version: Name
     started_at: Moment
     at: Moment
+    address: Line | None = None
+    oldest_at: Moment | None = None
+
+    def __post_init__(self) -> None:
+        check_finite(started_at=self.started_at, at=self.at, oldest_at=self.oldest_at)
+
+
+class Report(ReportHead, kw_only=True, omit_defaults=True, frozen=True):
+    """What a program says of itself: the body of `POST /v1/programs`.
+
+    `waiting` rows of a daemon are `pending` or `inflight`, the oldest
+    from `oldest_at`; `relay` is the relay's state. `disk_free` bytes are left where it keeps them. `totals` are counted
+    since it started: `queued` and `relayed` by a daemon, `accepted` by a broker, `published`, `handled` and
+    `dead_lettered` by a worker, and of what it handled `handled_in_<n>` how many took no longer than the bound number n
+    of `LATENCIES`, from 0, and longer than the one before.
+    """
+
     status: Status
     reasons: Reasons = []
-    address: Line | None = None
     waiting: Count | None = None
     dead: Count | None = None
-    oldest_at: Moment | None = None
     relay: RelayState | None = None
     disk_free: Count | None = None
     totals: Annotated[dict[Name, Count], msgspec.Meta(max_length=20)] = {}
     parts: Annotated[list[ProgramPart], msgspec.Meta(max_length=1000)] = []
-
-    def __post_init__(self) -> None:
-        check_finite(started_at=self.started_at, at=self.at, oldest_at=self.oldest_at)
 
 
 class Trouble(msgspec.Struct, frozen=True):

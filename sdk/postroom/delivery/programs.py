@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from postroom._wire.programs import AWAY_SECONDS, LATENCIES, Kind, Minute, Program, Report
+from postroom._wire.programs import AWAY_SECONDS, LATENCIES, Kind, Minute, Program, Report, ReportHead
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.chassis.routes import Histogram
@@ -30,8 +30,8 @@ _COUNTED: Final = ("accepted", "handled", "dead_lettered")
 _LATENCIES: Final = [f"handled_in_{place}" for place in range(len(LATENCIES) + 1)]
 
 
-async def keep_report(connection: Connection | Pool, kind: Kind, mesh: str, name: str, report: Report) -> None:
-    """Keep a program's report, which replaces its last one."""
+async def keep_report(connection: Connection | Pool, kind: Kind, mesh: str, name: str, report: ReportHead) -> None:
+    """Keep a program's report, which replaces its last one; of one that cannot be read, its head."""
     said = msgspec.json.encode(report).decode()
     process = kind, mesh, name, report.host, report.pid, report.address
     await connection.execute(_QUERIES["keep_report"], *process, report.at, said, _AWAY)

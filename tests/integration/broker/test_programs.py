@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from typing import Any
 
 import asyncpg
@@ -15,6 +16,7 @@ from postroom._wire.programs import ProgramPage, Report
 from postroom.delivery.programs import PostgresReports
 
 PATH = "/v1/programs"
+OURS = version("postroom-server")
 
 
 def report(**fields: Any) -> dict[str, Any]:
@@ -81,6 +83,19 @@ async def test_a_program_of_another_release_is_listed_whatever_it_reports(
     assert (bob.name, bob.status) == ("bob", "ok")
 
 
+@pytest.mark.parametrize("said", [{"relay": "draining"}, {"status": "starting"}, {"reasons": ["so"] * 21}])
+async def test_a_report_with_what_this_release_does_not_know_is_taken_from_another_alone(
+    broker: Any, said: dict[str, Any]
+) -> None:
+    assert (await broker.member("alice").post(PATH, report(**said))).status == 204
+    (alice,) = msgspec.convert((await broker.admin.get(PATH)).body, ProgramPage).programs
+    assert (alice.name, alice.version, alice.status) == ("alice", "1.0", "degraded")
+    assert "of another release" in alice.reasons[0]
+
+    answer = await broker.member("bob").post(PATH, report(**said, version=OURS))
+    assert (answer.status, answer.body["field"]) == (400, *said)
+
+
 async def test_members_see_the_daemons_of_their_mesh_alone(broker: Any) -> None:
     await broker.add_mesh("other", {"oscar": "member"})
     await broker.member("alice").post(PATH, report())
@@ -142,7 +157,7 @@ async def test_a_member_cannot_fill_the_table(broker: Any) -> None:
     ],
 )
 async def test_a_report_that_is_none_is_refused(broker: Any, fields: dict[str, Any]) -> None:
-    assert (await broker.member("alice").post(PATH, report(**fields))).status == 400
+    assert (await broker.member("alice").post(PATH, report(version=OURS, **fields))).status == 400
     assert await names(broker.admin) == []
 
 
