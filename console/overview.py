@@ -73,7 +73,8 @@ class Watch:
         return seen
 
     async def _look(self, client: BrokerClient) -> Overview:
-        programs, sources, consumers, letters, jobs = await asyncio.gather(
+        health, programs, sources, consumers, letters, jobs = await asyncio.gather(
+            client.health(),
             client.list_things(PROGRAMS, ProgramsQuery()),
             client.list_things(SOURCES, MeshQuery()),
             client.list_things(CONSUMERS, ConsumersQuery()),
@@ -99,7 +100,10 @@ class Watch:
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
         shown |= {f"hour_{name}": caption for name, caption in hour_in_words(self.minutes).items()}
-        wrong = troubles_of([*programs.programs, *consumers.consumers, *sources.sources, letters, jobs])
+        cut_off = health.status == "unavailable"  # reports cannot be kept: that they do not come is no news
+        heard = [one for one in programs.programs if not (one.away and cut_off)]
+        wrong = [Trouble("the broker", one, "postroom doctor", "down") for one in health.reasons if cut_off]
+        wrong += troubles_of([*heard, *consumers.consumers, *sources.sources, letters, jobs])
         wrong += jobs.unattended(programs.programs)
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))

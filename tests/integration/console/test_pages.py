@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 from structlog.testing import capture_logs
+from support.waiting import until_so
 from yarl import URL
 
 from console import overview
@@ -253,6 +254,34 @@ async def test_the_overview_is_there_as_soon_as_the_minutes_can_be_read_again(of
     await postgres.close()
     page = await browser.open("/")
     assert (page.status, page.text.count('<th scope="row">')) == (200, 60)
+
+
+async def test_the_overview_says_that_postgres_takes_no_writes_and_not_that_programs_are_away(
+    office: Any, admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "_LOOK_SECONDS", 0.01)
+    said = "Postgres is read-only, as a standby is: the broker cannot accept messages"
+    postgres = await asyncpg.connect(office.database)
+    await postgres.execute(
+        "UPDATE postroom.programs SET reported_at = now() - interval '1 hour';"
+        "ALTER DATABASE console SET default_transaction_read_only = on"
+    )
+    try:
+        await postgres.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = 'console' AND pid <> pg_backend_pid()"
+        )
+        await until_so(lambda: _shows(admin, said))
+        assert "no report since" not in admin.shown.text
+    finally:
+        await postgres.execute("ALTER DATABASE console RESET ALL")
+        await postgres.close()
+    await until_so(lambda: _shows(admin, said, shown=False))
+
+
+async def _shows(browser: Any, text: str, *, shown: bool = True) -> bool:
+    page = await browser.open("/")
+    return page.status == 200 and (text in page.text) == shown
 
 
 async def test_a_token_that_is_revoked_shows_nothing_while_others_look(office: Any, admin: Any) -> None:
