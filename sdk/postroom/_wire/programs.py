@@ -63,11 +63,11 @@ class ReportHead(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 class Report(ReportHead, kw_only=True, omit_defaults=True, frozen=True):
     """What a program says of itself: the body of `POST /v1/programs`.
 
-    `waiting` rows of a daemon are `pending` or `inflight`, the oldest
-    from `oldest_at`; `relay` is the relay's state. `disk_free` bytes are left where it keeps them. `totals` are counted
-    since it started: `queued` and `relayed` by a daemon, `accepted` by a broker, `published`, `handled` and
-    `dead_lettered` by a worker, and of what it handled `handled_in_<n>` how many took no longer than the bound number n
-    of `LATENCIES`, from 0, and longer than the one before.
+    `waiting` rows of a daemon are `pending` or `inflight`, the oldest from `oldest_at`; `relay` is the relay's state.
+    `disk_free` bytes are left where it keeps them. `totals` are counted since it started: `queued` and `relayed` by a
+    daemon, `accepted` by a broker, `published`, `handled` and `dead_lettered` by a worker, and of what it handled
+    `handled_in_<n>` how many took no longer than the bound number n of `LATENCIES`, from 0, and longer than the one
+    before.
     """
 
     status: Status
