@@ -122,7 +122,8 @@ class SqliteStore(SqliteClaims):
             try:
                 return locked()
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_DBMOVED or self._db is None:
+                moved = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_DBMOVED
+                if not moved or self._db is None:
                     raise
                 self._db.close()  # its file was replaced, or removed: nothing was written
                 self._db = None
