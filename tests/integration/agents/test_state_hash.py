@@ -1,6 +1,7 @@
 """The state hash of a running agent: it depends on the messages, not on how or how often they came."""
 
 import asyncio
+import os
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -95,6 +96,8 @@ async def test_an_untouched_store_is_sound(context: Context, tmp_path: Path):
     assert (verified.first_difference, verified.head.position, verified.head.state_hash.hex()) == (None, 15, state_hash)
 
 
-async def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path):
-    with pytest.raises(Fatal, match="there is no event store"):
-        await verify(tmp_path / "events.db")
+async def test_what_is_no_file_is_said_to_be_missing(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("events.db", "pipe", "."):
+        with pytest.raises(Fatal, match="there is no event store"):
+            await verify(tmp_path / name)

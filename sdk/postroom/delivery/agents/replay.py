@@ -258,7 +258,7 @@ def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
 
 
 async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
-    if not database.exists():  # noqa: ASYNC240 - before anything else runs
+    if not database.is_file():  # noqa: ASYNC240 - before anything else runs; a pipe would hold it up
         raise Fatal(Exit.NOT_FOUND, f"there is no event store {database}")
 
     def owned(db: sqlite3.Connection) -> T:
