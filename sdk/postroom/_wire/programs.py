@@ -45,7 +45,8 @@ class ProgramPart(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True)
 class ReportHead(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Who reports, `at` a time of its own clock: what reports of every release have.
 
-    `address` is its socket, or the URL of its pages.
+    `address` is its socket, or the URL of its pages. `oldest_at` is here because a report with a time outside the
+    calendar is refused, whichever release it is of.
     """
 
     host: Name

@@ -551,6 +551,7 @@ class Store:
         return True
 
     def _size(self) -> int:
+        """Return how large the file is; raises `Moved`."""
         with contextlib.suppress(FileNotFoundError):
             status = self.path.stat()
             if status.st_ino == self._inode:

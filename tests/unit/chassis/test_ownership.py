@@ -154,13 +154,15 @@ def test_a_file_that_this_user_may_not_write_is_refused(tmp_path: Path, monkeypa
     tmp_path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     if (child := os.fork()) == 0:
+        number = 0
         try:
             if os.geteuid() == 0:  # who may write everything
                 os.setuid(65534)
             create_private(Path("file"))
-            os._exit(0)
         except OSError as error:
-            os._exit(error.errno or 0)
+            number = error.errno or 0
+        finally:
+            os._exit(number)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EACCES
 
 
