@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.class_data import java_home
+from support.class_data import quick_spark
 
 from cli.stack import choose_port
 from embedded.postgres import postgres_home
-from postroom.spark.session import spare_workers_the_zip
 
 ROOT = Path(__file__).parents[2]
 PART = re.compile(
@@ -22,9 +21,8 @@ PART = re.compile(
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
 CONSOLE_PORT = "7480"  # the same
-FIRST = "README.md"
 ALONE = (
-    FIRST,
+    "README.md",
     *(f"docs/{name}.md" for name in ("tutorial", "operations", "backup", "delivery", "pipelines", "tracing")),
 )
 TOGETHER = ("sdk/README.md", *(f"docs/{name}.md" for name in ("applications", "jobs", "console", "testing", "spark")))
@@ -137,20 +135,10 @@ def read(name, place, home, record_property):
         (place / file).symlink_to(ROOT / file)
     typed = BEGINNING + ("" if "postroom up" in commands else UP) + commands
     shell = ["bash", "-euo", "pipefail", "-c", typed]
-    environment = home | {"POSTROOM_CONSOLE_LISTEN_PORT": console}
-    if name != FIRST:  # which is read as on any machine
-        environment |= quick_spark(Path(home["HOME"]))
+    environment = home | quick_spark(Path(home["HOME"], ".cache")) | {"POSTROOM_CONSOLE_LISTEN_PORT": console}
     ran = subprocess.run(shell, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{name}: {ran.stdout}\n{ran.stderr}"
     laps = [line.split(" ", 1) for line in (Path(home["HOME"]) / "laps").read_text().splitlines()]
     longest = sorted(((int(took) / 1e6, what) for took, what in laps), reverse=True)[:3]
     parts = ", ".join(f"{seconds:.1f} s {what}" for seconds, what in longest)
     record_property("measured", f"{name}: {sum(int(took) for took, _ in laps) / 1e6:.0f} s; of these {parts}")
-
-
-def quick_spark(directory):
-    """Return the variables with which sessions start quickly: a Java that maps its classes, and a compiled PySpark."""
-    cache = directory / ".cache"
-    found = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(cache)}
-    spare_workers_the_zip(found)
-    return {name: found[name] for name in ("PYSPARK_PYTHON", "SPARK_HOME")} | {"JAVA_HOME": str(java_home(cache))}

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from support.class_data import java_home
+from support.class_data import quick_spark
 from support.post import PostOffice
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
@@ -27,8 +26,8 @@ def spark(session_directory: Path) -> Iterator[SparkSession]:
     directory = session_directory / "spark"
     do_without_names(os.environ)
     with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
-        patch.setenv("JAVA_HOME", str(java_home(directory)))
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        for name, text in quick_spark(directory).items():
+            patch.setenv(name, text)
         session = (
             SparkSession.builder.master("local[2,4]")
             .config("spark.ui.enabled", "false")
