@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from http import HTTPStatus
 from importlib.resources import files
-from inspect import getdoc
+from inspect import cleandoc, getdoc
 from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -251,6 +251,8 @@ def describe(types: Sequence[Any], ref_template: str) -> tuple[dict[str, Any], d
     refs, components = msgspec.json.schema_components(types, ref_template=ref_template)
     texts = _texts()
     for name, schema in components.items():
+        if "description" in schema:  # a docstring, which has its indentation before Python 3.13
+            schema["description"] = cleandoc(schema["description"])
         own = texts.get(name.partition("_")[0], {})  # a generic type goes on with its parameter
         for key, shape in schema.get("properties", {}).items():
             if (text := own.get(key, texts.get(key))) is not None:

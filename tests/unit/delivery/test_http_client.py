@@ -158,6 +158,7 @@ async def test_a_handler_is_trusted_only_with_a_certificate_of_the_configured_au
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
