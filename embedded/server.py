@@ -80,15 +80,19 @@ class EmbeddedServer(ABC):
         """Start the server unless it runs already, wait until it answers, and return its URL."""
         if threading.current_thread() is not threading.main_thread():
             raise EmbeddedError(f"{self.name} has to be started from the main thread: it ends with the thread")
-        with _writable_for_nobody_else():
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                process = self.process or self._launch()
-                if not wait_until(lambda: self._ready(process) or not process.alive, START_SECONDS):
-                    raise EmbeddedError(f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}")
-                if not process.alive:
-                    raise self.failure()
+        try:
+            with _writable_for_nobody_else():
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    process = self.process or self._launch()
+                    if not wait_until(lambda: self._ready(process) or not process.alive, START_SECONDS):
+                        late = f"does not answer after {START_SECONDS:.0f} s; see {self.log_file}"
+                        raise EmbeddedError(f"{self.name} {late}")
+                    if not process.alive:
+                        raise self.failure()
+        except OSError as error:  # such as a full disk
+            raise EmbeddedError(f"{self.name} cannot start in {self.directory}: {error.strerror}") from error
         return self.url
 
     def stop(self) -> None:
@@ -120,7 +124,11 @@ class EmbeddedServer(ABC):
         process = ProcessIdentity.of(self._child.pid)
         if process is None:  # it has ended, and was reaped elsewhere
             raise self.failure()
-        process.write(self.pid_file)
+        try:
+            process.write(self.pid_file)
+        except OSError:  # nobody would find it
+            process.end(*self.stop_steps)
+            raise
         return process
 
     def failure(self) -> EmbeddedError:

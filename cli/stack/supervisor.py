@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final
 
@@ -88,14 +88,19 @@ def keep_running(stack: Stack, say: Callable[[str], None], *, first_seconds: flo
 
     A program that ends again and again is started ever later, at first after `first_seconds`; the others stay up.
     """
+
+    def tell(sentence: str) -> None:
+        with suppress(OSError):  # on the same disk as the rest, which may be full
+            say(sentence)
+
     watched = [_Watched(program, first_seconds) for program in stack.programs]
     while True:
         running = [process for each in watched if (process := each.program.process) is not None]
-        due = [each.due(say) for each in watched if each.program.process is None]
+        due = [each.due(tell) for each in watched if each.program.process is None]
         if len(running) + len(due) == len(watched):  # else one has ended meanwhile
             wait_for_any(running, max(0.0, min(due) - time.monotonic()) if due else None)
         for each in watched:
-            each.start_again(say)
+            each.start_again(tell)
 
 
 class _Watched:

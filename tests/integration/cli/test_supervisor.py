@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,3 +114,16 @@ def test_a_start_that_fails_is_tried_again_and_the_others_keep_running(programs:
     broker.kill()
     assert supervise(programs)[1] == "the broker ended by itself"
     assert (broker.starts, daemon.process) == (3, before)
+
+
+def test_a_supervisor_whose_log_cannot_be_written_keeps_everything_running(programs: list[Sleeper]) -> None:
+    broker, _ = programs
+    broker.on_start = lambda: broker.kill() if broker.starts < 3 else enough()
+    broker.kill()
+
+    def say(_sentence: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(Enough):
+        keep_running(SimpleNamespace(programs=programs), say, first_seconds=0.01)
+    assert broker.starts == 3

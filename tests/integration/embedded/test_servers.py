@@ -11,12 +11,39 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.small_disk import run_on_a_small_disk
 
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer, ProcessIdentity
 from embedded.processes import processes_in, tethered
 from embedded.server import wait_until
 
 SECONDS = 20.0  # a bound for what the kernel or a server does at once
+FULL_DISK = """
+import signal
+import sys
+from pathlib import Path
+from embedded import EmbeddedError, EmbeddedRedis
+from embedded.processes import processes_in
+
+directory, filler = Path(sys.argv[1], "redis"), Path(sys.argv[1], "filler")
+server = EmbeddedRedis(directory)
+server.start()
+server.process.end((signal.SIGKILL, 10))
+try:
+    with filler.open("wb", buffering=0) as full:
+        while True:
+            full.write(bytes(4096))
+except OSError:
+    pass
+try:
+    server.start()
+except EmbeddedError as error:
+    print(error, list(processes_in(directory)))
+filler.unlink()
+server.start()
+print(server.process.alive)
+server.stop()
+"""
 
 
 @pytest.fixture(params=["postgres", "redis", "nats"])
@@ -64,7 +91,7 @@ def test_what_it_writes_goes_through_no_link(short_directory: Path, suffix: str)
     server.directory.mkdir()
     (server.directory / f"{server.name}.{suffix}").symlink_to(short_directory / "theirs")
     try:
-        with pytest.raises(OSError, match="is a symbolic link"):
+        with pytest.raises(EmbeddedError, match="is a symbolic link"):
             server.start()
         assert (short_directory / "theirs").read_text() == "theirs"
     finally:
@@ -155,6 +182,15 @@ def test_a_server_that_cannot_start_says_where_its_log_is(server: EmbeddedServer
         found.write_text("no longer what it was")
     with pytest.raises(EmbeddedError, match=str(server.log_file)):
         server.start()
+
+
+async def test_on_a_full_disk_nothing_starts_that_nobody_would_find_and_it_starts_once_there_is_space(
+    tmp_path: Path,
+) -> None:
+    assert await run_on_a_small_disk(tmp_path, FULL_DISK) == [
+        f"redis cannot start in {tmp_path}/redis: No space left on device []",
+        "True",
+    ]
 
 
 def test_a_thread_may_not_start_a_server(server: EmbeddedServer) -> None:
