@@ -78,7 +78,8 @@ class Reports:
 
     def _glance(self) -> Hashable:
         relay = self._relay.status()
-        return self._outbox.healthy, relay.state, relay.degraded, self._services.inbox.trouble()
+        outbox = self._outbox
+        return outbox.healthy, outbox.disk_full, relay.state, relay.degraded, self._services.inbox.trouble()
 
 
 @dataclass(kw_only=True)

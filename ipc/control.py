@@ -22,6 +22,7 @@ from postroom.errors import TryAgain
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
+_DISK_FULL: Final = "the disk is full, so new messages are refused: free some space"
 _MAKE_ROOM: Final = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
 
 
@@ -33,6 +34,8 @@ async def health_of(services: Services) -> Health:
     reasons = []
     if not services.outbox.healthy:
         reasons.append("the outbox cannot be written: check the disk and the log")
+    if services.outbox.disk_full:
+        reasons.append(_DISK_FULL)
     reasons += [
         f"the socket {path} was removed or replaced, so no caller finds it: start the daemon again"
         for path in services.lost_sockets()
@@ -84,9 +87,14 @@ class ControlRoutes:
     async def ready(self, _request: Request) -> web.StreamResponse:
         """Answer whether a send would be accepted now; it never depends on the broker."""
         outbox = self._services.outbox
-        if not outbox.healthy or outbox.full:
-            full, failed = f"the outbox is full of waiting rows: {_MAKE_ROOM}", "the outbox cannot be written"
-            detail = full if outbox.healthy else f"{failed}: see `postroom doctor`"
+        detail = None
+        if not outbox.healthy:
+            detail = "the outbox cannot be written: see `postroom doctor`"
+        elif outbox.full:
+            detail = f"the outbox is full of waiting rows: {_MAKE_ROOM}"
+        elif outbox.disk_full:
+            detail = _DISK_FULL
+        if detail is not None:
             raise TryAgain.of("not_ready", detail, retryable=True, retry_after=1.0)
         return json_answer(Ready(ready=True))
 

@@ -472,6 +472,11 @@ class Outbox(reading.Reader):
         return self._transactor.full
 
     @property
+    def disk_full(self) -> bool:
+        """Whether sends are refused because the disk has no space."""
+        return self._store.disk_full
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Transactions committed and operations answered since the start."""
         return self._store.transactions, self._store.operations

@@ -57,6 +57,7 @@ from postroom.chassis.sqlite import (
     exit_after,
     exit_after_opening,
     is_broken,
+    is_full,
     open_reader,
     open_writer,
     transaction,
@@ -346,6 +347,7 @@ class Store:
         self._stopping = False
         self._closed = False
         self._busy_since: float | None = None
+        self._lacked_space = False  # at the last write
         self._moved = 0  # of what the transactor logged: moved into the file
         self.failed = asyncio.Event()  # set once the file or the disk failed
         self.failure: Exception | None = None  # with what
@@ -440,6 +442,12 @@ class Store:
         """Whether it takes operations and gets on with them."""
         stalled = self._busy_since is not None and time.monotonic() - self._busy_since > _STALLED_AFTER
         return self.failure is None and not self._stopping and not stalled
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether the last write was refused for want of space, and there is still hardly any."""
+        disk = os.statvfs(self.path.parent)
+        return self._lacked_space and disk.f_bavail * disk.f_frsize < CHECKPOINT_BYTES
 
     @property
     def file_bytes(self) -> int:
@@ -561,19 +569,27 @@ class Store:
     def _commit(self, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
         """Run the group in one transaction, or each alone where that fails; raises where the file is to blame."""
         try:
-            return self._transactor.transact(db, [waiting.operation for waiting in group])
+            return self._transact(db, [waiting.operation for waiting in group])
         except Exception as error:  # any other: its operation fails alone
             if is_broken(error):
                 raise
             attempt = partial(self._attempt, db)
             return [self._transactor.alone(waiting.operation, attempt) for waiting in group]
 
+    def _transact(self, db: sqlite3.Connection, operations: Sequence[Any]) -> list[Outcome]:
+        before = db.total_changes
+        outcomes = self._transactor.transact(db, operations)
+        if db.total_changes > before:  # one that changes nothing needs no space
+            self._lacked_space = False
+        return outcomes
+
     def _attempt(self, db: sqlite3.Connection, operation: Any) -> Outcome:
         try:
-            return self._transactor.transact(db, [operation])[0]
+            return self._transact(db, [operation])[0]
         except Exception as error:
             if is_broken(error):
                 raise
+            self._lacked_space = self._lacked_space or is_full(error)
             return self._answers.refused(error)
 
     def _checkpoint(self, db: sqlite3.Connection, last: int) -> None:

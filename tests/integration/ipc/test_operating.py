@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.wire import encode, parse
 
-from outbox import OutboxSettings
+from outbox import Outbox, OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
 from postroom._wire.operations import VERBS
 from postroom._wire.sends import RelayStatus
@@ -275,6 +275,14 @@ async def test_health_says_when_the_outbox_fills_up(open_room: Any) -> None:
     await room.request("POST", "/v1/outbox/abort", {**WHY, "filter": {}})
     assert (await room.request("GET", "/v1/health")).json["status"] == "ok"
     assert (await room.request("GET", "/v1/ready")).status == 200
+
+
+async def test_health_and_ready_say_that_the_disk_is_full(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "disk_full", True)  # tests/integration/outbox/test_group_commit.py fills one
+    why = "the disk is full, so new messages are refused: free some space"
+    assert (await room.request("GET", "/v1/health")).json["reasons"] == [why]
+    ready = await room.request("GET", "/v1/ready")
+    assert (ready.status, ready.json["code"], ready.json["detail"]) == (503, "not_ready", why)
 
 
 async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> None:

@@ -97,13 +97,16 @@ from outbox import AcceptedRow, Outbox, RowFilter
 
 async def main(directory):
     ballast = directory / "ballast"
-    ballast.write_bytes(bytes(256 * 1024))
+    ballast.write_bytes(bytes(2 * 1024 * 1024))
     outbox = await Outbox.open(directory / "state")
     outcomes = []
     while not outcomes or isinstance(outcomes[-1], AcceptedRow):
         outcomes += await outbox.accept([send(f"id-{len(outcomes)}", "x" * 20_000)], ALICE)
-    print(outcomes[-1].code, outcomes[-1].problem.status, outbox.healthy)
+    print(outcomes[-1].code, outcomes[-1].problem.status, outbox.healthy, outbox.disk_full)
+    await outbox.settle(())  # changes nothing, and needs no space
+    print(outbox.disk_full)
     ballast.unlink()
+    print(outbox.disk_full)
     (row,) = await outbox.accept([send(f"id-{len(outcomes) - 1}", "x" * 20_000)], ALICE)
     print("inserted", row.inserted, (await outbox.counts()).rows["pending"] == len(outcomes))
     await outbox.close()
@@ -114,8 +117,8 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_back(tmp_path: Path) -> None:
-    output = await run_on_a_small_disk(tmp_path, FULL_DISK)
-    assert output == ["disk_full 507 True", "inserted True True"]
+    output = await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=3)
+    assert output == ["disk_full 507 True True", "True", "False", "inserted True True"]
 
 
 async def test_at_95_percent_only_what_is_new_is_refused(open_outbox: OpenOutbox) -> None:
