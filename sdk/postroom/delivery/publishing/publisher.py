@@ -37,7 +37,7 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source
+from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source, Unanswered
 from postroom.delivery.publishing.link import Link, read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
@@ -106,6 +106,7 @@ class Publisher:
         self._apart = apart
         self._link: Link | None = None
         self._looked = 0.0
+        self._silence = "", 0.0  # of JetStream: what failed for it last, and until when that is not tried again
         self._connecting = asyncio.Lock()
         self._working = asyncio.Lock()
         self._stop = asyncio.Event()
@@ -124,7 +125,8 @@ class Publisher:
                 # The rows that it was woken for may be held up by an event without a ring, such as an accept that
                 # fails.
                 pause = pace.rest(clock(), moved=moved > 0 or called)
-                self.counters.trouble = None
+                silence, until = self._silence
+                self.counters.trouble = silence if clock() < until else None
             except (PostroomError, *POSTGRES_ERRORS) as failure:
                 error = str(failure) or type(failure).__name__
                 if error != self.counters.trouble:  # an outage repeats one error at every try
@@ -155,6 +157,11 @@ class Publisher:
             if not claim.messages:
                 return claim.more
             placed, failed = await self.publish(claim)
+        if placed:
+            self._silence = "", 0.0
+        elif failed and isinstance(failed[0].error, Unanswered):
+            wait = max(each.seconds for each in failed) + self._settings.ack_seconds
+            self._silence = f"{failed[0].error}; see the log of NATS", asyncio.get_running_loop().time() + wait
         return len(placed) + len(failed)
 
     async def publish(self, claim: Claim) -> tuple[Placed, list[Failed]]:

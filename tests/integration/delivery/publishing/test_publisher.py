@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from support.jetstream import with_jetstream
 from support.traces import TRACE, attributes, parent_of
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
@@ -225,7 +225,7 @@ async def test_what_waits_while_nats_is_away_is_published_when_it_is_back(
     server.stop()
 
 
-async def test_a_server_that_stands_still_costs_no_event_and_repeats_none(
+async def test_a_server_that_stands_still_is_reported_costs_no_event_and_repeats_none(
     office: Any, running: Any, short_directory: Any
 ) -> None:
     server = EmbeddedNats(short_directory / "nats")
@@ -244,8 +244,11 @@ async def test_a_server_that_stands_still_costs_no_event_and_repeats_none(
         await until_so(lambda: office.pool.fetchval(tried))
         assert (await list_failing(office.pool, EVENTS)).failing == []  # it has refused none, and may have them
         assert (await office.source().backlog()).failing == 0
+        reason = "JetStream did not acknowledge it; see the log of NATS"
+        await until(lambda: publisher.counters.trouble == reason)
         os.kill(server.process.pid, signal.SIGCONT)
         await asyncio.wait_for(office.drained(), 30)
+        await until(lambda: publisher.counters.trouble is None)
     assert await count(server, office) == 310
     server.stop()
 
