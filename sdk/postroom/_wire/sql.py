@@ -10,7 +10,8 @@ A package's migrations are `migrations/NNNN_name.sql`, forward only. Their numbe
 next for each minor release that changes it, and for a major release the first of the next thousand (…, 0007, 1001, …).
 `runs_on` is the one rule of which versions a program runs on.
 
-`why_refused` says why a Postgres URL cannot be used, without the password that it may hold. `leave_read_only` is what
+`why_refused` says why a Postgres URL cannot be used, without the password that it may hold, `why_failed` what an error
+of a database means to a reader. `leave_read_only` is what
 our pools of connections do with one that is given back.
 """
 
@@ -21,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
+
+from postroom._wire.http import why_unreachable
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
 UNUSABLE: Final = (ValueError, ServiceFileError)
@@ -85,6 +88,13 @@ def why_refused(error: Exception, what: str = "database_url") -> str:
     if "certificate" in said or "`ssl" in said:  # in these asyncpg quotes only files and the possible values
         return f"the TLS options of {what} cannot be used: {said}; {_REMEDY}"
     return f"{what} {_NO_URL}"
+
+
+def why_failed(error: BaseException) -> str:
+    """Say in words why a database did not do what it was asked: the first line of what it said, or of the system."""
+    if isinstance(error, OSError):
+        return why_unreachable(error, "sslrootcert") or "no answer in time"
+    return str(error).partition("\n")[0] or "no answer in time"
 
 
 def missing_file(url: str) -> str | None:

@@ -19,7 +19,16 @@ import asyncpg
 import structlog
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, migrations, missing_file, runs_on, why_refused
+from postroom._wire.sql import (
+    UNUSABLE,
+    leave_read_only,
+    load_queries,
+    migrations,
+    missing_file,
+    runs_on,
+    why_failed,
+    why_refused,
+)
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 
@@ -252,11 +261,7 @@ def fatal_errors() -> Iterator[None]:
     except POSTGRES_ERRORS as error:
         code = next((code for kinds, code in _EXITS if isinstance(error, kinds)), Exit.FAILED)
         kind = type(error) if type(error) in _SENTENCES else code
-        said = str(error).partition("\n")[0]  # the lines after it are details and hints
-        reason = (
-            f"{type(error).__name__}: {said}" if said or not isinstance(error, TimeoutError) else "no answer in time"
-        )
-        raise Fatal(code, f"{_SENTENCES[kind]}: {reason}") from error
+        raise Fatal(code, f"{_SENTENCES[kind]}: {why_failed(error)}") from error
 
 
 @contextmanager

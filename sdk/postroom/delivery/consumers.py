@@ -14,6 +14,7 @@ import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from postroom._wire.sql import why_failed
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS
 from postroom.chassis.runtime import end, within
@@ -106,7 +107,7 @@ class Consumers(ABC, Generic[Key, Kept]):
                     await self.look(connection.jetstream())
                     self._unseen = None
                 except _PASSING as error:
-                    self._unseen = f"{type(error).__name__}: {error}"
+                    self._unseen = why_failed(error)
                     _log.warning("consumers_not_checked", of=self._name, error=self._unseen)
                 await within(self._check_seconds, self._stop)
         finally:

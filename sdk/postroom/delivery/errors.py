@@ -8,6 +8,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
 from postroom._wire.http import why_unreachable
+from postroom._wire.sql import why_failed
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
 NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
@@ -142,7 +143,7 @@ def letter_elsewhere(letter: str, consumer: str) -> Conflict:
 
 def letter_not_kept(letter: str, error: Exception) -> Unavailable:
     """Say that Postgres did not accept a dead letter."""
-    detail = f"cannot store the dead letter of {letter}: Postgres did not accept it ({type(error).__name__}: {error})"
+    detail = f"cannot store the dead letter of {letter}: Postgres did not accept it ({why_failed(error)})"
     return Unavailable.of("letter_not_kept", detail, retryable=True)
 
 

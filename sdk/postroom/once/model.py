@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, Self, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
-from postroom._wire.sql import load_queries
+from postroom._wire.sql import load_queries, why_failed
 from postroom._wire.words import when
 from postroom.claims import Claim as Run
 from postroom.claims import Claims, Done, Held, Key, Result, Row, Table
@@ -145,7 +145,7 @@ def check_process(opened_in: int) -> None:
 
 def unavailable(error: BaseException) -> Unavailable:
     """Build the error for a store that can't be reached just now."""
-    detail = f"the registry cannot be reached ({type(error).__name__}: {error}): try again"
+    detail = f"the registry cannot be reached ({why_failed(error)}): try again"
     return Unavailable.of("registry_unavailable", detail, retryable=True)
 
 

@@ -13,7 +13,7 @@ import asyncpg
 import msgspec
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
-from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, read_sql, runs_on, why_refused
+from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, read_sql, runs_on, why_failed, why_refused
 from postroom.claims.postgres import PostgresClaims
 from postroom.once.model import PARTS, Scope, absent, check_process, table, unavailable, unusable
 
@@ -154,4 +154,4 @@ async def _mapped() -> AsyncIterator[None]:
     except _PASSING as error:
         raise unavailable(error) from error
     except asyncpg.PostgresError as error:
-        raise unusable(f"{type(error).__name__}: {error}") from error
+        raise unusable(why_failed(error)) from error
