@@ -48,6 +48,7 @@ class SqliteStore(SqliteClaims):
         self._clock = clock
         self._thread = None if path is None else ThreadPoolExecutor(1, thread_name_prefix="idempotency registry")
         self._db: sqlite3.Connection | None = None
+        self._opened: os.stat_result | None = None  # its file
         self._process = os.getpid()
 
     @classmethod
@@ -114,6 +115,9 @@ class SqliteStore(SqliteClaims):
         """Run a step in a transaction; the clock is read once it has the lock."""
 
         def locked() -> T:
+            if self._db is not None and self._moved():
+                self._db.close()
+                self._db = None
             db = self._db or self._open(create=False)
             with transaction(db):
                 return step(db, self._clock())
@@ -122,14 +126,20 @@ class SqliteStore(SqliteClaims):
             try:
                 return locked()
             except sqlite3.OperationalError as error:
-                moved = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_DBMOVED
-                if not moved or self._db is None:
+                if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY_DBMOVED:
                     raise
-                self._db.close()  # its file was replaced, or removed: nothing was written
-                self._db = None
-                return locked()
+                return locked()  # its file was replaced just now: nothing was written
 
         return await self._on_thread(run)
+
+    def _moved(self) -> bool:
+        """Return whether the open file was replaced or removed."""
+        if self._path is None or self._opened is None:
+            return False
+        try:
+            return not os.path.samestat(self._opened, self._path.stat())
+        except FileNotFoundError:
+            return True
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         check_process(self._process)
@@ -152,6 +162,7 @@ class SqliteStore(SqliteClaims):
         if not create and not self._path.exists():
             raise absent(str(self._path))
         self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
+        self._opened = self._path.stat()
         return self._db
 
 
