@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from cli.message import parse_send, send_one
 from cli.output import printable
-from postroom.chassis.exits import EXIT_OF, Exit, Fatal
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader of the output closed it, as `head` does
@@ -25,6 +25,8 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; an error is written to standard error."""
     replace_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # what the terminal's encoding lacks
     try:
         code = call(arguments)
         sys.stdout.flush()
@@ -140,21 +142,3 @@ def say(end: Ending) -> int:
         head = "" if end.sentence.startswith("Usage:") else "postroom: "
         print(head + printable(end.sentence), file=sys.stderr, flush=True)  # noqa: T201
     return int(end.exit_code)
-
-
-def replace_closed_streams() -> None:
-    """Give a closed standard stream a descriptor of its own, so that no socket lands there.
-
-    Reading a closed input and writing to a closed output then fail with `EBADF`; what would go to a closed
-    standard error is dropped. Text that the terminal's encoding lacks is escaped.
-    """
-    for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDWR)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, flags)
-    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

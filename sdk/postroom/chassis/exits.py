@@ -1,8 +1,9 @@
 """Exit codes, the same for every program (docs/contract/operate.md#operate-14), from 64 up as in sysexits.h.
 
-`Finding` is what a check found: the answer of `daemon check` and of `doctor`.
+`Finding` is what a check found: the answer of `daemon check` and of `doctor`. `replace_closed_streams` is for a start.
 """
 
+import os
 import sys
 from enum import IntEnum
 from typing import Final, Literal
@@ -47,6 +48,22 @@ class Fatal(Exception):
         """Write what ended `program` to standard error; returns the exit code."""
         sys.stderr.write(f"{program}: {self}\n")
         return int(self.exit_code)
+
+
+def replace_closed_streams() -> None:
+    """Give a closed standard stream a descriptor of its own, so that no socket lands there.
+
+    Reading a closed input and writing to a closed output then fail with `EBADF`; what would go to a closed
+    standard error is dropped.
+    """
+    for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDWR)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, flags)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,6 +22,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from postroom.chassis.exits import replace_closed_streams
+
 _FORBIDDEN: Final = frozenset({"authorization", "body", "body_base64", "payload", "secret", "token"})
 _MASK: Final = "********"
 _SECRETS: Final = (
@@ -41,6 +43,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\u
 
 def configure(level: str = "info") -> None:
     """Send structlog, the standard library's logging and its warnings to standard error, in the form that fits it."""
+    replace_closed_streams()
     number = logging.getLevelNamesMapping()[level.upper()]
     renderers: list[Processor] = [structlog.processors.JSONRenderer(serializer=_dump)]
     if sys.stderr.isatty():

@@ -37,6 +37,13 @@ def test_a_signal_that_its_parent_has_blocked_stops_it(daemon: Any) -> None:
     assert daemon.ready().stop() == 0, daemon.said()
 
 
+def test_it_runs_without_standard_streams(daemon: Any) -> None:
+    daemon.write()
+    command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-m", "daemon", "--config", daemon.file]
+    daemon.process = subprocess.Popen(command, cwd=daemon.directory)
+    assert daemon.ready().stop() == 0
+
+
 def test_what_was_acknowledged_outlives_a_kill(daemon: Any) -> None:
     daemon.start().ready()
     for number in range(20):
