@@ -54,7 +54,6 @@ class Described(NamedTuple):
         typer.Option(
             "--secret-file",
             help="Without a file: the secret that signs requests [default: unsigned].",
-            readable=False,  # reading it says better what is wrong
             metavar="FILE",
         ),
     ] = None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.models import TyperPath
 
 from cli import completion
 from cli.connect import TIMEOUT, with_broker
@@ -133,7 +134,6 @@ Socket = Annotated[
         envvar="POSTROOM_SOCKET",
         help="The daemon's socket [default: the only one]",
         metavar="PATH",
-        readable=False,  # connecting says better what is wrong, and a socket is not read
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line, for programs.")]
@@ -162,7 +162,6 @@ Config = Annotated[
         "--config",
         help="The TOML file [default: the environment alone].",
         metavar="FILE",
-        readable=False,  # reading it says better what is wrong
     ),
 ]
 OutboxDatabase = Annotated[
@@ -184,7 +183,6 @@ TokenFile = Annotated[
         "--token-file",
         envvar=["POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"],
         help="The file with the token to use.",
-        readable=False,
         metavar="FILE",
     ),
 ]
@@ -274,6 +272,8 @@ class VerbCommand(TyperCommand):
         """Look at the words before a path is made of any of them."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         for option in self.params:
+            if isinstance(option.type, TyperPath):
+                option.type.readable = False  # whoever opens it says better what is wrong, and a socket is not read
             values = given.get(option.name or "")
             if option.param_type_name != "option" or option.name in _MAY_BE_EMPTY:
                 continue

@@ -170,7 +170,6 @@ def features(
             "--token-file",
             envvar=["POSTROOM_BROKER_TOKEN_FILE", "POSTROOM_ADMIN_TOKEN_FILE"],  # an administrator's has no features
             help="The file with the token of a member.",
-            readable=False,
             metavar="FILE",
         ),
     ] = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -52,6 +54,20 @@ def test_a_file_in_the_place_of_the_state_directory_is_said_to_be_one(
     (tmp_path / "file").touch()
     assert main.run(["up", "--state", str(tmp_path / "file" / below)]) == Exit.CONFIG
     assert f"cannot use the state directory {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["up", "down", "top"])
+def test_a_state_directory_of_another_user_is_said_to_need_an_account_that_may(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main.run([verb, "--state", str(tmp_path)]) == Exit.NOT_PERMITTED
+    assert capsys.readouterr().err.endswith("Permission denied; use an account that may\n")
 
 
 @pytest.mark.parametrize("before", ["", '{"outbox/schema.sql": "another digest"}'], ids=["nothing", "another digest"])
