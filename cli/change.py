@@ -113,9 +113,15 @@ def change_all(
         return
     confirm(f"{verb.capitalize()} {len(done):,} of {counted(matched, thing)}?", yes=change.yes)
     with progress(len(done), as_json=change.as_json) as show:
-        count = 0
+        count = did = 0
         for some in _cut([str(getattr(one, "id", one)) for one in done], size):
-            yield ask(Asked(some, why, dry_run=False))
+            try:
+                portion = ask(Asked(some, why, dry_run=False))
+            except BaseException:  # also Ctrl-C
+                note(f"at least {did:,} of {counted(len(done), thing)} were done: repeat the command for the others")
+                raise
+            did += len(portion.done)
+            yield portion
             show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
 
 

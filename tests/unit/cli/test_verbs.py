@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from cli.app import VERBS
+from cli.change import Asked, Change, Portion, change_all
 from outbox import operating as rows
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
@@ -23,6 +24,7 @@ from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
 from postroom.delivery import durables
 from postroom.delivery.dead_letters import operations as letters
 from postroom.delivery.publishing import postgres as publishing
+from postroom.errors import NotPermitted
 from postroom.ledger import operating as jobs
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
@@ -184,3 +186,18 @@ def test_every_command_that_is_suggested_is_ready_to_paste(texts: set[str]) -> N
         assert (words, [name for name in wanted if given.get(name) in (None, ())]) == (words, [])
         if words.startswith("dlq"):  # whoever may see every mesh has to say which
             assert (words, given["mesh"]) != (words, None)
+
+
+def test_a_verb_that_breaks_off_says_how_many_things_it_was_done_to(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Asked] = []
+
+    def ask(request: Asked) -> Portion:
+        asked.append(request)
+        if len(asked) == 6:  # three dry runs, and the third request
+            raise NotPermitted.of("unauthorized", "the broker refused the token")
+        return Portion(request.ids or (), {})
+
+    change = Change(everything=False, reason="test", dry_run=False, yes=True, as_json=False)
+    with pytest.raises(NotPermitted):
+        list(change_all("letter", "drop", ["a", "b", "c", "d", "e"], change, ask, size=2))
+    assert capsys.readouterr().err == "at least 4 of 5 letters were done: repeat the command for the others\n"
