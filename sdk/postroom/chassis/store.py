@@ -641,6 +641,8 @@ class Store:
         self._end(error)
 
     def _end(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
         self.failure = error
         self._stopping = True
         _log.critical("store_failed", file=str(self.path), exc_info=error)

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import aiosqlite
 import pytest
+from structlog.testing import capture_logs
 from support.small_disk import run, run_on_a_small_disk
 from support.stores import (
     SCHEMA,
@@ -732,3 +733,13 @@ def test_the_store_is_the_only_place_that_knows_aiosqlite() -> None:
     sources = [file for room in ("sdk", "outbox", "inbox", "daemon", "ipc") for file in (root / room).rglob("*.py")]
     knowing = [file for file in sources if "import aiosqlite" in file.read_text()]
     assert knowing == [root / "sdk/postroom/chassis/store.py"]
+
+
+async def test_a_file_that_was_moved_fails_its_store_once_however_often_it_is_asked(tmp_path: Path) -> None:
+    async with opened_store(tmp_path) as store:
+        store.path.rename(tmp_path / "aside.db")
+        with capture_logs() as lines:
+            for _ in range(3):
+                with pytest.raises(Unknown):
+                    _ = store.file_bytes
+        assert [line["event"] for line in lines] == ["store_failed"]
