@@ -224,6 +224,7 @@ class _Memory:
     """JetStream in memory: what it is given is published at once, and marked so in the store."""
 
     most_bytes = USUAL_PAYLOAD
+    trouble: str | None = None
 
     def __init__(self, store: Store, turns: Turns, _owner: Owner, counters: AgentCounters, clock: Clock) -> None:
         self._source = StoreSource(store, turns, RecordSettings(), counters, clock)

@@ -61,7 +61,8 @@ class RunningAgent:
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""
         nats = [] if self.nats.is_connected else ["nats_unavailable"]
-        return [*nats, *(consumer.trouble for consumer in self.consumers if consumer.trouble is not None)]
+        troubles = (self.runtime.publisher.trouble, *(consumer.trouble for consumer in self.consumers))
+        return [*nats, *(trouble for trouble in troubles if trouble is not None)]
 
     def concerns(self) -> list[str]:
         """Return nothing: all that can be wrong keeps it from handling messages, and is a reason."""

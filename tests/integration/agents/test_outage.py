@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from support.jetstream import Context
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect
@@ -34,6 +34,11 @@ async def test_an_agent_goes_on_when_nats_comes_back(short_directory: Path, tmp_
                 return running.runtime.counters.handled >= ORDERS // 10
 
             await until_so(some_are_handled, "the agent is at work")
+            assert server.process is not None
+            os.kill(server.process.pid, signal.SIGSTOP)
+            await until(lambda: running.runtime.publisher.trouble is not None)
+            os.kill(server.process.pid, signal.SIGCONT)
+            await until(lambda: running.runtime.publisher.trouble is None)
             server.stop()
             server.start()
 

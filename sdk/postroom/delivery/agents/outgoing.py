@@ -231,6 +231,11 @@ class AgentPublisher:
         self._retries = Backoff(settings.retry_seconds, settings.retry_seconds, least=STEADY)
         self._context = owner.tenant
 
+    @property
+    def trouble(self) -> str | None:
+        """Return why JetStream has nothing of what was published last."""
+        return self.publisher.silence
+
     async def run(self) -> None:
         """Compare the streams with the store every `check_seconds`, and publish what they lost, until cancelled."""
         while True:

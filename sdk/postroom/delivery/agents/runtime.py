@@ -84,6 +84,10 @@ class Outlet(Protocol):
 
     most_bytes: int  # of a payload
 
+    @property
+    def trouble(self) -> str | None:
+        """Return why nothing can be published now."""
+
     async def run(self) -> None:
         """Publish again what was lost, until cancelled."""
 

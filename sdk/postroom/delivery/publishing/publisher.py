@@ -125,8 +125,7 @@ class Publisher:
                 # The rows that it was woken for may be held up by an event without a ring, such as an accept that
                 # fails.
                 pause = pace.rest(clock(), moved=moved > 0 or called)
-                silence, until = self._silence
-                self.counters.trouble = silence if clock() < until else None
+                self.counters.trouble = self.silence
             except (PostroomError, *POSTGRES_ERRORS) as failure:
                 error = str(failure) or type(failure).__name__
                 if error != self.counters.trouble:  # an outage repeats one error at every try
@@ -157,11 +156,6 @@ class Publisher:
             if not claim.messages:
                 return claim.more
             placed, failed = await self.publish(claim)
-        if placed:
-            self._silence = "", 0.0
-        elif failed and isinstance(failed[0].error, Unanswered):
-            wait = max(each.seconds for each in failed) + self._settings.ack_seconds
-            self._silence = f"{failed[0].error}; see the log of NATS", asyncio.get_running_loop().time() + wait
         return len(placed) + len(failed)
 
     async def publish(self, claim: Claim) -> tuple[Placed, list[Failed]]:
@@ -201,16 +195,30 @@ class Publisher:
             _log.warning("numbers_given_twice", source=self.source.name)
         if shared or failed:
             self._looked = 0.0  # a stream may have been created, deleted or created again
+        self._count(placed, failed)
+        return placed, failed
+
+    @property
+    def silence(self) -> str | None:
+        """Why JetStream acknowledged nothing of the last batch, until it does."""
+        why, until = self._silence
+        return why if asyncio.get_running_loop().time() < until else None
+
+    def _count(self, placed: Placed, failed: list[Failed]) -> None:
         self.counters.batches += 1
         self.counters.published += len(placed)
         self.counters.failed += len(failed)
+        if placed:
+            self._silence = "", 0.0
         if failed:
             message, error, _ = failed[0]
+            if not placed and isinstance(error, Unanswered):
+                wait = max(each.seconds for each in failed) + 2 * self._settings.ack_seconds
+                self._silence = f"{error}; see the log of NATS", asyncio.get_running_loop().time() + wait
             _log.warning(
                 "publish_failed", source=self.source.name, key=message.key, subject=message.subject, error=error,
                 messages=len(failed),
             )  # fmt: skip
-        return placed, failed
 
     async def connected(self) -> Link:
         """Return an open connection with a recent picture of the streams; raises `PostroomError`."""
