@@ -18,7 +18,7 @@ def from_sqlite(error: Exception) -> Exception:
     if not isinstance(error, sqlite3.Error):
         return error
     if is_full(error):
-        detail = "the disk is full: nothing was written; free some space, then repeat the request"
+        detail = "the disk is full: nothing was written; free some space"
         return TryAgain.of("disk_full", detail, retryable=True)
     if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return TryAgain.of(
@@ -58,7 +58,7 @@ def cut_short(path: Path, damaged: Path) -> Fatal:
     return Fatal(
         Exit.CONFIG,
         f"there is no {path}, but {damaged.name} was set aside next to it: run `postroom outbox recover`, which saves "
-        "its rows, so that no used id counts as a new one",
+        "its rows, so that no used id counts as new, or repeat the `postroom outbox restore` that was interrupted",
     )
 
 

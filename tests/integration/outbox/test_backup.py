@@ -275,6 +275,9 @@ async def test_a_restore_that_is_killed_is_done_again_and_what_was_there_stays_t
     before = [Path(f"{database}{part}").read_bytes() for part in ("", "-wal")]
     code = "from outbox.backup import restore\nrestore(*paths, 'the disk was lost')"
     await killed_at_a_rename(renames, code, state, killed)
+    if not database.exists():
+        with pytest.raises(Fatal, match="or repeat the `postroom outbox restore` that was interrupted"):
+            await open_outbox()
     restore(state, killed, "the disk was lost")
     async with await open_outbox() as outbox:
         assert (await outbox.counts()).rows["pending"] == 1
