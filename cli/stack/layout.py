@@ -1,5 +1,6 @@
 """Where a stack keeps its files: everything below one state directory."""
 
+import errno
 import hashlib
 import json
 import os
@@ -83,13 +84,15 @@ class Layout:
             if os.geteuid() == 0:
                 self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself
             self.admin_token_file.parent.mkdir(mode=0o700, exist_ok=True)
+            if not self.admin_token_file.exists():
+                replace_private(self.admin_token_file, f"{secrets.token_urlsafe(32)}\n")
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise Fatal(
-                Exit.CONFIG,
-                f"cannot use the state directory {self.state}: {error.strerror}; choose another with --state DIR",
+                Exit.TRY_AGAIN if full else Exit.CONFIG,
+                f"cannot use the state directory {self.state}: {error.strerror}; "
+                + ("free some space there" if full else "choose another with --state DIR"),
             ) from error
-        if not self.admin_token_file.exists():
-            replace_private(self.admin_token_file, f"{secrets.token_urlsafe(32)}\n")
 
     def wipe(self) -> None:
         """Remove the state directory; one that no stack made is refused."""

@@ -124,18 +124,23 @@ def replace_private(file: Path, content: str | Callable[[], str], *, for_owner: 
             if os.path.samestat(os.fstat(descriptor), draft.lstat()):
                 break
         os.close(descriptor)  # another program's draft, which has replaced the file by now
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:  # closed last: that ends this one's turn
-        try:
-            stream.truncate()
-            if for_owner:
-                hand_over(descriptor, file.parent)
-            stream.write(content if isinstance(content, str) else content())
-            stream.flush()
-            os.fsync(descriptor)
-            draft.replace(file)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:  # closed last: that ends this one's turn
+            try:
+                stream.truncate()
+                if for_owner:
+                    hand_over(descriptor, file.parent)
+                stream.write(content if isinstance(content, str) else content())
+                stream.flush()
+                os.fsync(descriptor)
+                draft.replace(file)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        if error.filename is None:  # of a write, or of the close that tries it again
+            error.filename = str(file)
+        raise
     sync(file.parent)
 
 

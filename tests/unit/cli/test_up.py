@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.small_disk import run_on_a_small_disk
 
 from cli import main
 from cli.stack.layout import Layout
@@ -96,3 +97,32 @@ def test_a_state_directory_gets_the_tables_that_a_later_version_adds(tmp_path: P
     mark.write_text(json.dumps({name: digest for name, digest in tables.items() if "outbox" not in name}))
     layout.create()
     assert json.loads(mark.read_text()) == tables
+
+
+FULL_DISK = """
+import os
+import sys
+from pathlib import Path
+from cli import main
+
+state, filler = Path(sys.argv[1], "state"), Path(sys.argv[1], "filler")
+with filler.open("wb", buffering=0) as full:
+    try:
+        while True:
+            full.write(bytes(4096))
+    except OSError:
+        pass
+sys.stderr = sys.stdout
+for _ in range(3):  # a page more of space each time, so that each of the first files is the one that does not fit
+    print(main.run(["up", "--state", str(state)]), flush=True)
+    os.truncate(filler, filler.stat().st_size - 4096)
+"""
+
+
+async def test_a_full_disk_is_said_to_be_one_whichever_file_does_not_fit(tmp_path: Path) -> None:
+    said = await run_on_a_small_disk(tmp_path, FULL_DISK)
+    sentences = {line for line in said if "No space left" in line}
+    assert sentences == {
+        f"postroom: cannot use the state directory {tmp_path}/state: No space left on device; free some space there",
+        f"postroom: {tmp_path}/state/up.pid: No space left on device",
+    }
