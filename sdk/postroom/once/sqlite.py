@@ -82,10 +82,11 @@ class SqliteStore(SqliteClaims):
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """See `Store.forget`."""
-        values = {**_named(scope), "actor": actor, "reason": reason}
 
         def step(db: sqlite3.Connection, now: float) -> bool:
-            logged = db.execute(_QUERIES["log_forgotten"], {**values, "now": milliseconds(now)}).fetchall()
+            values = {**_named(scope), "actor": actor, "reason": reason, "now": milliseconds(now)}
+            db.execute(self._steps["set_back"], values)
+            logged = db.execute(_QUERIES["log_forgotten"], values).fetchall()
             if logged:
                 db.execute(_QUERIES["forget"], values)
             return bool(logged)

@@ -57,8 +57,8 @@ async def postgres_bench(url: str) -> Bench:
     async def pass_time(seconds: float) -> None:
         connection = await asyncpg.connect(url)
         await connection.execute(
-            "UPDATE postroom_once.idempotency_keys SET lease_until = lease_until - $1 * interval '1 second' "
-            "WHERE state = 'PENDING'",
+            "UPDATE postroom_once.idempotency_keys SET lease_until = lease_until - $1 * interval '1 second', "
+            "begun_at = begun_at - $1 * interval '1 second' WHERE state = 'PENDING'",
             seconds,
         )
         await connection.execute("ALTER TABLE postroom_once.idempotency_keys DISABLE TRIGGER check_transition")

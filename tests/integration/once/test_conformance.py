@@ -369,6 +369,14 @@ async def test_a_key_that_somebody_works_on_is_not_forgotten_nor_one_that_is_not
     assert await bench.store.forgotten(SCOPE) == []
 
 
+async def test_the_key_of_a_worker_that_died_under_a_clock_ahead_is_forgotten_once_that_is_set_back(bench: Any) -> None:
+    await started(bench.registry())
+    await bench.pass_time(-86_400)
+    assert not await bench.store.forget(SCOPE, "alice", "it may live")
+    await bench.pass_time(31)
+    assert await bench.store.forget(SCOPE, "alice", "it was killed")
+
+
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 async def test_a_database_of_another_isolation_level_lets_one_run_and_the_others_wait(
     database_url: str, level: str

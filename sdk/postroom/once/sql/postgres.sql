@@ -41,9 +41,15 @@ ORDER BY coalesce(lease_until, settled_at) DESC
 LIMIT $5;
 
 -- name: forget
--- Delete a key without a lease, and log the actor, the role, and the reason.
+-- Delete a key without a lease, and log the actor, the role, and the reason. A lease that began under a clock that was
+-- ahead ends as late from now as it did from its beginning, as for a claim.
 --   $1 tenant  $2 topic  $3 group  $4 key  $5 actor  $6 reason
-WITH gone AS (
+WITH set_back AS (
+    UPDATE postroom_once.idempotency_keys
+    SET lease_until = lease_until - begun_at + clock_timestamp(), begun_at = clock_timestamp()
+    WHERE (tenant, topic, consumer_group, key) = ($1, $2, $3, $4)
+      AND state = 'PENDING' AND begun_at > clock_timestamp()
+), gone AS (
     DELETE FROM postroom_once.idempotency_keys
     WHERE (tenant, topic, consumer_group, key) = ($1, $2, $3, $4)
       AND (state <> 'PENDING' OR lease_until <= clock_timestamp())
