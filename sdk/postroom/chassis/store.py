@@ -446,8 +446,13 @@ class Store:
     @property
     def disk_full(self) -> bool:
         """Whether the last write was refused for want of space, and there is still hardly any."""
-        disk = os.statvfs(self.path.parent)
-        return self._lacked_space and disk.f_bavail * disk.f_frsize < CHECKPOINT_BYTES
+        if not self._lacked_space:
+            return False
+        try:
+            disk = os.statvfs(self.path.parent)
+        except OSError:  # it was removed, which fails the store
+            return False
+        return disk.f_bavail * disk.f_frsize < CHECKPOINT_BYTES
 
     @property
     def file_bytes(self) -> int:
