@@ -46,6 +46,7 @@ class Fatal(Exception):
 
     def report(self, program: str) -> int:
         """Write what ended `program` to standard error; returns the exit code."""
+        replace_closed_streams()
         sys.stderr.write(f"{program}: {self}\n")
         return int(self.exit_code)
 

@@ -42,6 +42,9 @@ def test_it_runs_without_standard_streams(daemon: Any) -> None:
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-m", "daemon", "--config", daemon.file]
     daemon.process = subprocess.Popen(command, cwd=daemon.directory)
     assert daemon.ready().stop() == 0
+    daemon.file.unlink()
+    daemon.process = subprocess.Popen(command, cwd=daemon.directory)
+    assert daemon.ended() == 78
 
 
 def test_what_was_acknowledged_outlives_a_kill(daemon: Any) -> None:
