@@ -70,6 +70,7 @@ def test_a_batch_holds_every_message_with_every_field(spark: SparkSession, histo
 
 
 ODD_BODIES = [
+    "\ufeffmarked",  # the first row of a block
     "",
     '"',
     "\x1e",

@@ -18,6 +18,7 @@ text is two quotes, so each comes out as what it was.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -314,7 +315,7 @@ class _Gathering:
         """Hand on what is held, if anything."""
         held, self._held, self._bytes = self._held, [], 0
         if held:
-            await self._put(b"".join(held))
+            await self._put(codecs.BOM_UTF8 + b"".join(held))  # the reader drops one: without, it would be a text's own
 
 
 def _statement(query: str) -> str:
