@@ -288,3 +288,12 @@ def test_a_database_of_another_version_is_refused(spark: SparkSession, database_
     del spark
     with pytest.raises(Fatal, match="postroom broker migrate"):
         run_by_name("orphan-check", [f"database_url={database_url}"])
+
+
+def test_timeouts_of_the_database_end_no_pipeline(history: History, pipeline: Any) -> None:
+    """The driver's snapshot is idle while the tasks read in it, and a read takes as long as what consumes it."""
+    (name,) = history.fetch("SELECT current_database() AS database")
+    for setting in ("idle_in_transaction_session_timeout = '10ms'", "statement_timeout = '1ms'"):
+        history.execute(f"ALTER DATABASE {name['database']} SET {setting}")
+    assert pipeline("orphan-check").facts == {"violations": 0}
+    assert pipeline("search-index").facts["indexed"] == 30

@@ -52,7 +52,8 @@ _SERVER_SETTINGS: Final = {
     "timezone": "UTC",
     "default_transaction_isolation": "read committed",  # what correctness rests on, whatever the database's default is
 }
-_PATIENTLY: Final = {**_SERVER_SETTINGS, "statement_timeout": "0", "lock_timeout": "0"}  # a migration, or a check
+_TIMEOUTS: Final = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+_PATIENTLY: Final = _SERVER_SETTINGS | dict.fromkeys(_TIMEOUTS, "0")  # a migration, a check, or a held snapshot
 
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
 # (`InternalClientError`: the pool has handed out a connection that is about to end and does not know it yet.)
@@ -114,7 +115,7 @@ def uuid_of(text: object) -> UUID | None:
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection, whose statements may take as long as they need, whatever the role or the database has set.
+    """Open one connection, which may take as long as it needs, whatever the role or the database has set.
 
     Raises `Fatal` as `fatal_errors` says, and 78 where `url` is not a Postgres URL.
     """

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 
 _CONNECT_SECONDS: Final = 10.0
-_SETTINGS: Final = {"application_name": "postroom-spark", "timezone": "UTC"}
+_SETTINGS: Final = {
+    "application_name": "postroom-spark",
+    "timezone": "UTC",
+    "statement_timeout": "0",  # whatever the role or the database has set: a read takes as long as its consumer does
+}
 
 
 def chosen_url(option: str | None, purpose: str) -> str:
