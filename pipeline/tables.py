@@ -22,7 +22,8 @@ from broker.database import check_version
 from pipeline.runner import History
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
-from postroom.chassis.postgres import Connection, connected
+from postroom.chassis.postgres import Connection, fatal_errors
+from postroom.spark.database import connected
 from postroom.spark.formats import HistorySource
 from postroom.spark.history import QUERIES as HISTORY_QUERIES
 from postroom.spark.history import check_mesh, copy
@@ -77,8 +78,9 @@ class Snapshot(NamedTuple):
     loop: asyncio.AbstractEventLoop
 
     def fetch(self, query: str, *arguments: Any) -> list[Any]:
-        """Run a query in this snapshot."""
-        return asyncio.run_coroutine_threadsafe(self.connection.fetch(query, *arguments), self.loop).result()
+        """Run a query in this snapshot; raises `Fatal`."""
+        with fatal_errors():
+            return asyncio.run_coroutine_threadsafe(self.connection.fetch(query, *arguments), self.loop).result()
 
 
 @contextmanager
@@ -91,12 +93,12 @@ def snapshot(url: str) -> Iterator[Snapshot]:
 
     async def hold() -> None:
         try:
-            async with connected(url) as connection:
+            async with postgres.connected(url) as connection:
                 await check_version(connection)
-                async with connection.transaction(isolation="repeatable_read", readonly=True):
-                    (row,) = await connection.fetch(QUERIES["export_snapshot"])
-                    held.set_result(Snapshot(url, row["name"], row["now"], connection, loop))
-                    await ending.wait()
+                await connection.transaction(isolation="repeatable_read", readonly=True).start()
+                (row,) = await connection.fetch(QUERIES["export_snapshot"])
+                held.set_result(Snapshot(url, row["name"], row["now"], connection, loop))
+                await ending.wait()
         except BaseException as error:
             if not held.done():
                 held.set_exception(error)

@@ -27,7 +27,7 @@ from support.histories import History, run
 from embedded import EmbeddedPostgres
 from postroom import Conflict, Gone
 from postroom._wire.administration import HistoryMessage
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, PostroomError, Unavailable
 from postroom.spark.database import connect
 from postroom.spark.history import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy
 from postroom.spark.history_options import Conditions, read_options
@@ -98,10 +98,13 @@ def test_a_column_alone_holds_nulls_empty_texts_and_whatever_a_text_may_hold(his
     assert sorted(read, key=repr) == sorted(bodies, key=repr)
 
 
+LINES = pa.schema([("line", pa.string())])
+
+
 def test_a_read_that_stops_half_way_ends_its_query(history: History) -> None:
     history.accept(f"id-{number}" for number in range(6))
     endless = "SELECT repeat('x', 1000) AS line FROM (SELECT generate_series(1, 1000000000)) AS number"
-    rows = copy(history.url, endless, [], pa.schema([("line", pa.string())]))
+    rows = copy(history.url, endless, [], LINES)
     assert next(rows)["line"][0].as_py() == "x" * 1000
     rows.close()
 
@@ -109,6 +112,17 @@ def test_a_read_that_stops_half_way_ends_its_query(history: History) -> None:
         "SELECT FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%1000000000%' AND pid <> pg_backend_pid()"
     )
     assert history.fetch(running) == []
+
+
+def test_a_read_that_the_database_ends_or_refuses_says_why(history: History) -> None:
+    ended = copy(history.url, "SELECT pg_terminate_backend(pg_backend_pid())::text AS line", [], LINES)
+    with pytest.raises(Unavailable, match=r"the database has ended the connection or the statement: .*terminat"):
+        next(ended)
+    with pytest.raises(PostroomError, match="the database refused: division by zero"):
+        next(copy(history.url, "SELECT (1 / 0)::text AS line", [], LINES))
+    history.execute("DROP SCHEMA mesh CASCADE")
+    with pytest.raises(PostroomError, match=r"not the broker's database, or .*: name the broker's in database_url"):
+        HistoryReader(read_options({"database_url": history.url}, streaming=False), SCHEMA).partitions()
 
 
 def test_options_and_columns_narrow_what_is_read(spark: SparkSession, history: History) -> None:

@@ -297,3 +297,17 @@ def test_timeouts_of_the_database_end_no_pipeline(history: History, pipeline: An
         history.execute(f"ALTER DATABASE {name['database']} SET {setting}")
     assert pipeline("orphan-check").facts == {"violations": 0}
     assert pipeline("search-index").facts["indexed"] == 30
+
+
+def test_a_database_that_ends_the_connection_of_a_task_is_the_reason_for_the_end(
+    history: History, pipeline: Any
+) -> None:
+    pipeline("search-index")
+    history.execute(
+        "CREATE FUNCTION leave() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN new; END'"
+    )
+    history.execute("CREATE TRIGGER leave BEFORE INSERT ON pipeline.search_index FOR EACH ROW EXECUTE FUNCTION leave()")
+    with pytest.raises(Fatal, match=r"^the database has ended the connection or the statement: .*terminat") as raised:
+        pipeline("search-index")
+    assert raised.value.exit_code == Exit.UNAVAILABLE

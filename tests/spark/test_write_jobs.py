@@ -156,7 +156,7 @@ def test_a_database_without_jobs_is_told_how_to_get_them(post: PostOffice, datab
     plan = plan_of(post, database_url=database_url)
     assert plan.job is not None
     with pytest.raises(
-        PostroomError, match="has no tables for jobs, or those of another version: run `postroom broker migrate`"
+        PostroomError, match=r"not the broker's database, or .*: name the broker's in database_url, or run `postroom"
     ):
         JobOfWrite(plan, plan.job).begin()
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from postroom._wire.sql import UNUSABLE, missing_file, why_refused
-from postroom.errors import InvalidMessage, PostroomError, Unavailable
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError, Unavailable
 
 if TYPE_CHECKING:
     import asyncpg
@@ -49,26 +49,36 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
-    """Lend a connection; raises as `connect` does, and `Unavailable` where it breaks while it is lent."""
-    connection = await connect(url)
+async def connected(
+    url: str, settings: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    """Lend a connection; raises as `connect` does, and an error of ours for what Postgres fails with meanwhile."""
+    connection = await connect(url, settings)
     import asyncpg  # noqa: PLC0415 - `connect` has imported it
 
     try:
         yield connection
+        await connection.close(timeout=_CONNECT_SECONDS)
     except (
         OSError,
         asyncpg.PostgresConnectionError,
         asyncpg.InterfaceError,
+        asyncpg.InternalClientError,
         asyncpg.OperatorInterventionError,
+        asyncpg.TransactionRollbackError,
     ) as error:
-        detail = f"the connection to the database was lost: {error}"
+        detail = f"the database has ended the connection or the statement: {error}"
         raise Unavailable.of("database_unavailable", detail, retryable=True) from error
     except (asyncpg.UndefinedFunctionError, asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError) as error:
         detail = (
-            "this database has no tables for jobs, or those of another version: run "
-            f"`postroom broker migrate` ({error})"
+            "this is not the broker's database, or it has tables of another version: name the broker's in "
+            f"database_url, or run `postroom broker migrate` ({error})"
         )
-        raise PostroomError.of("jobs_missing", detail) from error
+        raise PostroomError.of("tables_missing", detail) from error
+    except asyncpg.InsufficientPrivilegeError as error:
+        detail = f"the role of database_url lacks the permission for this: grant it: {error}"
+        raise NotPermitted.of("not_permitted", detail) from error
+    except asyncpg.PostgresError as error:
+        raise PostroomError.of("database_refused", f"the database refused: {error}") from error
     finally:
         connection.terminate()

@@ -30,7 +30,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from postroom._wire.sql import load_queries
 from postroom.errors import InvalidMessage, NotFound
-from postroom.spark.database import connect
+from postroom.spark.database import connected
 from postroom.spark.history_options import Conditions, HistoryOptions
 
 if TYPE_CHECKING:
@@ -199,14 +199,11 @@ def check_mesh(mesh: str | None, *, known: bool) -> None:
 
 
 def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
-    """Run one query on a connection of its own; raises as `connect` does."""
+    """Run one query on a connection of its own; raises as `connected` does."""
 
     async def run() -> list[asyncpg.Record]:
-        connection = await connect(url, _SETTINGS)
-        try:
+        async with connected(url, _SETTINGS) as connection:
             return await connection.fetch(query, *arguments)
-        finally:
-            await connection.close()
 
     return asyncio.run(run())
 
@@ -223,8 +220,8 @@ def copy(
     """Yield the result of `query` as batches of `schema`, which names some of its columns; others are not computed.
 
     With `snapshot` it is read in an exported snapshot of the database. `before` checks the same state of it first.
-    Raises as `connect` does, what `before` raises, and what Postgres refuses the query with. A caller that stops
-    half-way closes the generator, which ends the query too.
+    Raises as `connected` does, and what `before` raises. A caller that stops half-way closes the generator, which ends
+    the query too.
     """
     loop = asyncio.new_event_loop()
     blocks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
@@ -278,22 +275,19 @@ async def _copy(
     snapshot: str | None,
     before: Before | None,
 ) -> None:
-    connection = await connect(url, _SETTINGS)
-    try:
-        async with connection.transaction(isolation="repeatable_read", readonly=True):
-            if snapshot is not None:
-                if not all(part.isalnum() for part in snapshot.split("-")):
-                    raise ValueError(f"{snapshot!r} is not a snapshot")
-                await connection.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
-            if before is not None:
-                await before(connection)
-            gathering = _Gathering(put)
-            await connection.copy_from_query(
-                query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
-            )
-            await gathering.flush()
-    finally:
-        await connection.close()
+    async with connected(url, _SETTINGS) as connection:
+        await connection.transaction(isolation="repeatable_read", readonly=True).start()  # ends with the connection
+        if snapshot is not None:
+            if not all(part.isalnum() for part in snapshot.split("-")):
+                raise ValueError(f"{snapshot!r} is not a snapshot")
+            await connection.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
+        if before is not None:
+            await before(connection)
+        gathering = _Gathering(put)
+        await connection.copy_from_query(
+            query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
+        )
+        await gathering.flush()
 
 
 class _Gathering:
