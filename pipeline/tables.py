@@ -43,7 +43,12 @@ _ROWS: Final = 1000  # of one statement
 
 
 async def migrate(url: str) -> list[str]:
-    """Migrate the pipelines' own tables to this program's version and return what was applied; raises `Fatal`."""
+    """Migrate the pipelines' own tables to this program's version and return what was applied.
+
+    Raises `Fatal`, also where the database is not a broker's of this version: nothing is created in another one.
+    """
+    async with postgres.connected(url) as connection:
+        await check_version(connection)
     return await postgres.migrate(url, ROOM)
 
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -284,10 +285,23 @@ def test_the_directories_of_exports_add_nothing_to_their_rows(pipeline: Any, tmp
     assert written.column("status").to_pylist() == ["done", "done"]
 
 
-def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
+@pytest.mark.parametrize("name", ["orphan-check", "rate-telemetry", "search-index"])
+def test_a_database_of_another_version_is_refused_and_stays_as_it_is(
+    spark: SparkSession, database_url: str, name: str
+) -> None:
     del spark
     with pytest.raises(Fatal, match="postroom broker migrate"):
-        run_by_name("orphan-check", [f"database_url={database_url}"])
+        run_by_name(name, [f"database_url={database_url}"])
+    created = "SELECT FROM pg_namespace WHERE nspname IN ('pipeline', 'postroom')"
+
+    async def found() -> list[Any]:
+        connection = await asyncpg.connect(database_url)
+        try:
+            return list(await connection.fetch(created))
+        finally:
+            await connection.close()
+
+    assert run(found()) == []
 
 
 def test_timeouts_of_the_database_end_no_pipeline(history: History, pipeline: Any) -> None:
