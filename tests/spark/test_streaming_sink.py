@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,21 @@ def test_streams_that_share_a_directory_keep_their_conflicts_apart(
 
     assert sorted(first.values()) == [["0", "1"], ["2", "3"]]
     assert {file.name: keys(file) for file in conflicts.iterdir()} == first
+
+
+def test_a_stream_with_a_new_checkpoint_keeps_the_reports_of_the_one_before(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    sent = spark.range(2).selectExpr("id AS order_id", "'sent before' AS state")
+    sent.write.format("postroom").options(**post.options()).mode("append").save()
+    conflicts, checkpoint = tmp_path / "conflicts", tmp_path / "checkpoint"
+    for number in range(2):
+        source = tmp_path / f"source-{number}"
+        spark.range(number, number + 1).coalesce(1).selectExpr("id AS order_id").write.parquet(str(source))
+        run(spark, post, source, checkpoint, on_conflict=str(conflicts))
+        shutil.rmtree(checkpoint)
+
+    assert sorted(keys(file) for file in conflicts.iterdir()) == [["0"], ["1"]]
 
 
 def keys(file: Path) -> list[str]:

@@ -43,8 +43,7 @@ FAIL: Final = "fail"  # the other values of `on_conflict` and `on_refused` are d
 MAX_BATCH_SIZE: Final = 10_000
 
 _MESH: Final = "POSTROOM_MESH"
-_CHECKPOINT: Final = "checkpointlocation"
-_SPARKS_OWN: Final = frozenset({_CHECKPOINT, "queryname"})  # options of Spark that it passes on unchanged
+_SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})  # options of Spark that it passes on unchanged
 _TAG_DIGITS: Final = 16  # of a hash
 _ID_REQUIRED: Final = (
     "set the option `id` to the column, or comma-separated columns, that name a row: Spark may write a row more than "
@@ -167,10 +166,13 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
     return plan
 
 
-def stream_tag(plan: WritePlan, options: Mapping[str, str]) -> str:
-    """Return an id of a stream that survives restarts, derived from its namespace and checkpoint."""
-    checkpoint = {name.lower(): value for name, value in options.items()}.get(_CHECKPOINT, "")
-    return hashlib.sha256(msgspec.json.encode([plan.namespace, checkpoint])).hexdigest()[:_TAG_DIGITS]
+def stream_tag(plan: WritePlan, query: str) -> str:
+    """Return an id of a stream, derived from its namespace and the id of its `query`.
+
+    A restart keeps the latter, which Spark has in the checkpoint; a new checkpoint, whose batches begin at 0 again, has
+    another one.
+    """
+    return hashlib.sha256(msgspec.json.encode([plan.namespace, query])).hexdigest()[:_TAG_DIGITS]
 
 
 def _decode(given: dict[str, str]) -> SinkOptions:

@@ -47,14 +47,16 @@ MOST_PROBLEMS: Final = 10_000  # rows of a task; more have a common cause, and w
 _BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
 _REUSED: Final = "idempotency_key_reused"
 _SHOWN: Final = 20  # rows in an error, which always has the whole count
-_BATCH_ID: Final = "streaming.sql.batchId"  # Spark's property of a task with its micro-batch
+_QUERY_ID: Final = "sql.streaming.queryId"  # Spark's properties of a task: the id that is kept in the checkpoint,
+_BATCH_ID: Final = "streaming.sql.batchId"  # and the micro-batch
 
 
 @dataclasses.dataclass
 class TaskDone(WriterCommitMessage):
-    """What a task reports to the driver."""
+    """What a task reports to the driver; `stream` is the tag of its stream, if it is of one."""
 
     tally: Tally
+    stream: str = ""
 
 
 class BatchSink(DataSourceArrowWriter):
@@ -106,22 +108,23 @@ class BatchSink(DataSourceArrowWriter):
 
 
 class StreamSink(DataSourceStreamArrowWriter):
-    """A streaming write: the same for each micro-batch. `tag` identifies the stream, also after a restart."""
+    """A streaming write: the same for each micro-batch."""
 
-    def __init__(self, plan: WritePlan, tag: str) -> None:
+    def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
-        self._tag = tag
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """Send the rows of one task of a micro-batch, on an executor."""
         context = TaskContext.get()
-        batch = "0" if context is None else context.getLocalProperty(_BATCH_ID) or "0"
-        task = SparkTask("stream", int(self._tag, 16) << 64 | int(batch), _partition())
-        return TaskDone(post(self._plan, iterator, task))
+        query, batch = (context and context.getLocalProperty(name) for name in (_QUERY_ID, _BATCH_ID))
+        tag = stream_tag(self._plan, query or "")
+        task = SparkTask("stream", int(tag, 16) << 64 | int(batch or 0), _partition())
+        return TaskDone(post(self._plan, iterator, task), tag)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Report what became of the rows of a micro-batch; raises where some were not sent, which ends the query."""
-        _conclude(self._plan, _tallies(messages), f"stream-{self._tag}-batch-{batchId}")
+        (tag,) = {message.stream for message in messages if isinstance(message, TaskDone)}
+        _conclude(self._plan, _tallies(messages), f"stream-{tag}-batch-{batchId}")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
         """Report what a failed micro-batch leaves behind."""
@@ -141,7 +144,7 @@ def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bo
     if plan.job is not None:
         detail = "a stream has no last partition, so it cannot be a job: omit the option `job`, or write a batch"
         raise InvalidMessage.of("invalid_option", detail, field="job")
-    return StreamSink(plan, stream_tag(plan, options))
+    return StreamSink(plan)
 
 
 def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
