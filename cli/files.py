@@ -1,6 +1,5 @@
 """Files that a command line names: how they are opened and read, and the error for one that cannot be."""
 
-import errno
 import os
 import stat
 import sys
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import BinaryIO, Final, TextIO
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import sync
+from postroom.chassis.ownership import put_new, sync
 
 MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
-
-_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of a file system without hard links
 
 
 @contextmanager
@@ -42,16 +39,9 @@ def new_file(file: Path) -> Iterator[BinaryIO]:
             try:
                 with open(descriptor, "wb", closefd=False) as stream:
                     yield stream
-                os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            try:
-                file.hardlink_to(draft)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # the name is this one's now
-                Path(draft).replace(file)
+            put_new(Path(draft), file)
         except FileExistsError:
             raise taken from None
         finally:

@@ -29,6 +29,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pipeline.runner import Database, Outcome, local_directory, moment, submitted
 from pipeline.tables import columns, read_ranges, snapshot
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import put_new
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -114,13 +115,13 @@ def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, ve
             writer.write_table(waiting.combine_chunks(), _GROUP_ROWS)
         try:
             Path(name).chmod(0o644)
-            os.link(name, final)  # never replaces a file
+            put_new(Path(name), final)
             became = "written"
         except FileExistsError:
             became = "same" if filecmp.cmp(name, final, shallow=False) else "different"
         return Day(directory.name, day, rows, became)
     finally:
-        Path(name).unlink()
+        Path(name).unlink(missing_ok=True)
 
 
 class Options(Database, kw_only=True):

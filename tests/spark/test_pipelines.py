@@ -176,6 +176,33 @@ def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_
     assert files(day) == [".part-written-now", "part.parquet"]
 
 
+@pytest.mark.parametrize("links", ["with", "without"])
+def test_a_day_has_its_name_when_it_is_on_disk_also_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: str
+) -> None:
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        sync(descriptor)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fsync", record)
+    if links == "without":
+        monkeypatch.setattr(os, "link", refuse)
+    rows = pa.RecordBatch.from_pydict({"day": ["2026-10-01"], "number": [1]})
+    (done,) = write_days(tmp_path, iter([rows]), verify=False)
+    (again,) = write_days(tmp_path, iter([rows]), verify=True)
+
+    file = tmp_path / "day=2026-10-01/part.parquet"
+    assert (done["became"].to_pylist(), again["became"].to_pylist()) == (["written"], ["same"])
+    assert (file.stat().st_ino, file.stat().st_size) in synced
+    assert files(file.parent) == ["part.parquet"]
+
+
 def files(directory: Path) -> list[str]:
     return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
 

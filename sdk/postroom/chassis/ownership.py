@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of a file system without hard links
 _OVERFLOW_UID: Final = 65_534  # the owner that a user namespace shows for files of users outside it
 _WHOLE: Final = ["0", "0", "4294967295"]  # the uid map of a process that is in no user namespace
 
@@ -142,6 +143,21 @@ def replace_private(file: Path, content: str | Callable[[], str], *, for_owner: 
             error.filename = str(file)
         raise
     sync(file.parent)
+
+
+def put_new(draft: Path, file: Path) -> None:
+    """Give a whole draft the name of a new file in the same directory, with its bytes on disk.
+
+    Raises `FileExistsError` where the name is taken: nothing is overwritten.
+    """
+    sync(draft)  # a name that survives a power cut must not be that of an empty file
+    try:
+        file.hardlink_to(draft)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # the name is this one's now
+        draft.replace(file)
 
 
 def sync(path: Path) -> None:
