@@ -11,11 +11,7 @@ recomputed and compared. It never has bodies, only their fingerprints.
 from __future__ import annotations
 
 import filecmp
-import os
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import groupby
@@ -26,7 +22,7 @@ import msgspec
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import Database, Outcome, local_directory, moment, submitted
+from pipeline.runner import Database, Outcome, draft, local_directory, moment, submitted, sweep
 from pipeline.tables import columns, read_ranges, snapshot
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import put_new
@@ -36,8 +32,6 @@ if TYPE_CHECKING:
 
 
 _GROUP_ROWS: Final = 65_536  # of a row group
-_UNFINISHED: Final = ".part-"  # the prefix of unfinished files
-_ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose task was killed
 DAYS: Final = columns("source string, day string, rows long, became string")
 _SETTLED: Final = timedelta(hours=1)  # after which nothing of a day can still commit
 
@@ -88,24 +82,18 @@ def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordB
 
 def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool) -> Day:
     final = directory / f"day={day}" / "part.parquet"
-    # remove the files of killed tasks from a day's directory, but not those of running ones
-    for file in final.parent.glob(f"{_UNFINISHED}*"):
-        with suppress(FileNotFoundError):  # another task sweeps as well
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
-                file.unlink()
+    sweep(final.parent)
     if final.exists() and not verify:
         return Day(directory.name, day, sum(part.num_rows for part in parts), "kept")
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=final.parent)
-    os.close(handle)
-    try:
+    with draft(final.parent) as fresh:
         import pyarrow as pa  # noqa: PLC0415
         from pyarrow import parquet  # noqa: PLC0415
 
         first = next(parts)
         waiting = pa.Table.from_batches([first]).replace_schema_metadata(None)
         rows = int(first.num_rows)
-        with parquet.ParquetWriter(name, waiting.schema, compression="zstd") as writer:
+        with parquet.ParquetWriter(fresh, waiting.schema, compression="zstd") as writer:
             for part in parts:
                 waiting = pa.concat_tables([waiting, pa.Table.from_batches([part]).replace_schema_metadata(None)])
                 rows += part.num_rows
@@ -114,14 +102,11 @@ def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, ve
                     waiting = waiting.slice(_GROUP_ROWS)
             writer.write_table(waiting.combine_chunks(), _GROUP_ROWS)
         try:
-            Path(name).chmod(0o644)
-            put_new(Path(name), final)
+            put_new(fresh, final)
             became = "written"
         except FileExistsError:
-            became = "same" if filecmp.cmp(name, final, shallow=False) else "different"
+            became = "same" if filecmp.cmp(fresh, final, shallow=False) else "different"
         return Day(directory.name, day, rows, became)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 class Options(Database, kw_only=True):

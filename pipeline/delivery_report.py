@@ -5,8 +5,7 @@ had `handled` it. Writes OUTPUT/latency.parquet and OUTPUT/latency.png, which ea
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -15,7 +14,7 @@ import msgspec
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import History, Outcome, local_directory, submitted
+from pipeline.runner import History, Outcome, draft, local_directory, submitted, sweep
 from pipeline.tables import columns, read_ranges, snapshot, source_options
 from postroom.spark.history_options import read_options
 
@@ -56,7 +55,8 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     directory.mkdir(parents=True, exist_ok=True)  # before the measuring, which may take long
     latencies = measure(spark, options)
     picture = directory / "latency.png"
-    with _replaced(directory / "latency.parquet") as fresh:
+    sweep(directory)
+    with draft(directory) as fresh:  # the one before stays until this one is complete
         import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
         from pyarrow import parquet  # noqa: PLC0415
 
@@ -66,8 +66,10 @@ def run(spark: SparkSession, options: Options) -> Outcome:
             + [(name, pa.float64()) for name in ("p50", "p90", "p99")]
         )
         parquet.write_table(pa.Table.from_pylist([line._asdict() for line in latencies], schema=schema), fresh)
-    with _replaced(picture) as fresh:
+        fresh.replace(directory / "latency.parquet")
+    with draft(directory) as fresh:
         draw(latencies, fresh)
+        fresh.replace(picture)
     slowest = {
         f"{line.to} {line.stage} on {line.day}": f"p50 {line.p50:.1f} ms, p99 {line.p99:.1f} ms"
         for line in sorted(latencies, key=lambda line: -line.p99)[:3]
@@ -85,17 +87,6 @@ def measure(spark: SparkSession, options: Options) -> list[Latency]:
         percentiles = [F.percentile("milliseconds", share).alias(name) for name, share in _PERCENTILES]
         found = days.agg(F.count("*").alias("deliveries"), *percentiles).orderBy("mesh", "to", "stage", "day")
         return [Latency(*row) for row in found.collect()]
-
-
-@contextmanager
-def _replaced(file: Path) -> Iterator[Path]:
-    """Lend a path to write to, and give the file its name when it is complete: until then the old one stays."""
-    fresh = file.with_name(f".{file.name}")
-    try:
-        yield fresh
-        fresh.replace(file)
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def draw(latencies: Sequence[Latency], file: Path) -> None:
@@ -129,7 +120,7 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     for panel in panels[len(wanted) :]:
         panel.set_axis_off()
     _title(figure, latencies, len(wanted))
-    figure.savefig(file, dpi=_DPI)
+    figure.savefig(file, dpi=_DPI, format="png")
 
 
 def _name(line: Latency) -> str:

@@ -15,7 +15,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -39,6 +41,8 @@ O = TypeVar("O", bound=msgspec.Struct)  # noqa: E741 - options
 DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _NO_SPARK: Final = "pipelines need Spark, which is not installed: pip install 'postroom-server[pipeline]'"
 _PAUSE_SECONDS: Final = 0.2
+_UNFINISHED: Final = ".part-"  # the prefix of unfinished files
+_ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose run was killed
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
 _OF_SYSTEM: Final = re.compile(  # an OSError of a Python worker, or what Java's file systems raise
     r"^(?:\w+: \[Errno \d+\]|(?:Caused by|): (?:java\.io|java\.nio\.file|org\.apache\.hadoop\.fs)\.\w+:"
@@ -152,6 +156,27 @@ def local_directory(output: str) -> Path:
     if "://" in output:
         raise Fatal(Exit.USAGE, f"output is {output!r}: give the path of a directory, such as of a mounted file system")
     return Path(output)
+
+
+def sweep(directory: Path) -> None:
+    """Remove the drafts of killed runs from a directory, but not those of running ones."""
+    for file in directory.glob(f"{_UNFINISHED}*"):
+        with suppress(FileNotFoundError):  # another task sweeps as well
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
+
+
+@contextmanager
+def draft(directory: Path) -> Iterator[Path]:
+    """Lend a file of this run's own to write to; what has no other name at the end is removed."""
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=directory)
+    os.close(handle)
+    fresh = Path(name)
+    try:
+        fresh.chmod(0o644)
+        yield fresh
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:

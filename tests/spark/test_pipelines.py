@@ -20,6 +20,7 @@ from support.histories import History, run
 
 from broker.__main__ import find_orphans as check_in_sql
 from pipeline.audit_log import write_days
+from pipeline.delivery_report import draw
 from pipeline.runner import Outcome, run_by_name
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
@@ -269,6 +270,22 @@ def test_a_report_that_cannot_be_finished_leaves_the_one_before_and_nothing_else
         pipeline("delivery-report", f"output={tmp_path}")
     assert {file.name for file in tmp_path.iterdir()} == {"latency.parquet", "latency.png"}
     assert (tmp_path / "latency.png").read_bytes() == picture
+
+
+def test_two_reports_at_once_are_both_whole(
+    history: History, pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del history
+    words = "delivery-report", f"output={tmp_path}"
+
+    def draw_beside_another(latencies: Any, file: Path) -> None:
+        draw(latencies, file)
+        monkeypatch.setattr("pipeline.delivery_report.draw", draw)
+        pipeline(*words)
+
+    monkeypatch.setattr("pipeline.delivery_report.draw", draw_beside_another)
+    pipeline(*words)
+    assert files(tmp_path) == ["latency.parquet", "latency.png"]
 
 
 @pytest.mark.parametrize("name", ["audit-log", "delivery-report"])
