@@ -215,6 +215,14 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     assert post.accepted() == {}
 
 
+def test_a_pipeline_whose_task_fails_prints_no_stack_of_java(tmp_path: Path) -> None:
+    (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
+    failed = postroom("run", "backfill", *options(input=tmp_path / "damaged.json", id="order_id", to="topic:orders"))
+    assert failed.returncode == Exit.IO_ERROR
+    assert failed.stderr.splitlines()[-1].startswith("postroom: Malformed records")
+    assert "Exception" not in failed.stderr
+
+
 def test_a_backfill_puts_the_rows_that_are_refused_into_a_directory(
     spark: SparkSession, post: PostOffice, tmp_path: Path
 ) -> None:
