@@ -50,7 +50,8 @@ _OF_SYSTEM: Final = re.compile(  # an OSError of a Python worker, or what Java's
     re.MULTILINE,
 )
 _OF_DATA: Final = re.compile(  # Spark's errors about what it should read, and a pipeline's own
-    r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA|USER_RAISED_EXCEPTION)"
+    r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA|USER_RAISED_EXCEPTION"
+    r"|COLUMN_ALREADY_EXISTS)"
     r"[.\w]*\] (.+?)(?:\s+SQLSTATE.*)?$",
     re.MULTILINE,
 )
@@ -289,7 +290,11 @@ def session(name: str) -> Iterator[SparkSession]:
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")  # no pipeline uses pandas
     with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
         builder = SparkSession.builder.appName(f"postroom {name}")
-        always = {"spark.sql.session.timeZone": "UTC", "spark.ui.showConsoleProgress": "false"}
+        always = {
+            "spark.sql.session.timeZone": "UTC",
+            "spark.sql.caseSensitive": "true",  # JSON may have both `a` and `A`
+            "spark.ui.showConsoleProgress": "false",
+        }
         own = {
             "spark.master": "local[*]",
             "spark.ui.enabled": "false",

@@ -197,6 +197,7 @@ def test_a_backfill_reads_csv_as_other_programs_write_it(spark: SparkSession, po
         ("damaged.json", "Malformed records are detected"),
         ("damaged.csv", "error while reading file .*damaged.csv.*Malformed CSV record: 2,pears,plums"),
         ("damaged.parquet", "error while reading file .*damaged.parquet"),
+        ("twice.json", "The column `a` already exists"),
         ("missing.json", "Path does not exist: file:.*missing.json"),
         ("noon 12:00.csv", "a colon in its name: rename noon 12:00.csv"),
     ],
@@ -206,6 +207,7 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     post: PostOffice, tmp_path: Path, name: str, sentence: str
 ) -> None:
     (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
+    (tmp_path / "twice.json").write_text('{"order_id":1,"A":1,"a":2}\n')
     for damaged in ("damaged.csv", "damaged.parquet", "noon 12:00.csv"):
         (tmp_path / damaged).write_text("order_id,what\n1,apples\n2,pears,plums\n")
     words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
