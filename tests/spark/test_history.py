@@ -137,7 +137,7 @@ def test_options_and_columns_narrow_what_is_read(spark: SparkSession, history: H
     assert ids(load(spark, history, to="dm:bob")) == ["letter"]
     history.tamper("DELETE FROM mesh.message_history WHERE client_message_id = 'letter'")
     assert ids(load(spark, history, since="2026-11-01", until="2026-11-01T00:00:00.000001")) == ["ours"]
-    assert ids(load(spark, history, until="2026-11-01")) == []
+    assert ids(load(spark, history, until="2026-11-01")) == ids(load(spark, history, until="0001-01-01")) == []
     reader = spark.read.format("postroom_history").option("database_url", history.url)
     narrow = reader.schema("mesh STRING, history_id BIGINT").load()
     assert sorted(map(tuple, narrow.collect())) == [("demo", 1), ("sea", 1)]

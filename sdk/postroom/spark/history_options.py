@@ -38,6 +38,7 @@ _NAMES: Final = (
 )
 _EQUALS: Final = ("mesh", "sender", "to", "destination_kind", "client_message_id", "broker_message_id")
 _LAST: Final = 2**63 - 1
+_EARLIEST: Final = datetime(1, 1, 2, tzinfo=UTC)  # the very first of the times has none before it
 _NUMBER: Final = re.compile("[0-9]{1,10}")
 
 
@@ -98,7 +99,7 @@ def _moment(options: Mapping[str, str], name: str) -> datetime | None:
         return None
     try:
         moment = datetime.fromisoformat(text)
-        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return max(moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC), _EARLIEST)
     except (ValueError, OverflowError):
         _refuse(
             name, f"the option {name} is {text!r}: use a day or a time, such as 2026-11-01 or 2026-11-01T08:00:00+01:00"
