@@ -11,8 +11,7 @@ next for each minor release that changes it, and for a major release the first o
 `runs_on` is the one rule of which versions a program runs on.
 
 `why_refused` says why a Postgres URL cannot be used, without the password that it may hold, `why_failed` what an error
-of a database means to a reader. `leave_read_only` is what
-our pools of connections do with one that is given back.
+of a database means to a reader. `leave_read_only` is what our pools of connections do with one that is given back.
 """
 
 import re
