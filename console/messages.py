@@ -84,13 +84,14 @@ async def show_body(request: web.Request) -> web.Response:
 
 
 def _text(message: HistoryMessage) -> str | None:
-    """Return a body that is text; JSON is indented, where it is not too large for that."""
+    """Return a body that is text; JSON is indented, where all of it can be shown then."""
     if message.body is None or len(message.body) > MOST_TEXT:
         return message.body
     try:
-        return msgspec.json.format(message.body, indent=2)
+        indented = msgspec.json.format(message.body, indent=2)
     except (msgspec.DecodeError, RecursionError):  # it is no JSON, or nests too deep
         return message.body
+    return indented if len(indented) <= MOST_TEXT else message.body
 
 
 def _moment(given: dict[str, str], name: str) -> datetime | None:
