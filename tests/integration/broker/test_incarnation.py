@@ -169,7 +169,7 @@ async def test_a_restart_or_a_new_connection_is_no_restore(
         await broker.add_mesh()
         alice = broker.member("alice")
         before = await incarnation_of(alice)
-        own_postgres.stop()
+        await asyncio.to_thread(own_postgres.stop)  # the broker's connections end meanwhile
         own_postgres.start()
         assert (await alice.send_one(message("id-1"))).history_id == 1
         assert await incarnation_of(alice) == before
@@ -231,7 +231,7 @@ async def test_numbers_go_on_where_they_were_after_a_crash_of_postgres(
             before = [answer.history_id for answer in await alice.send(*(message(f"id-{n}") for n in range(3)))]
             server = postgres.process
             assert server is not None
-            assert server.end((signal.SIGQUIT, 30.0))  # it leaves everything as a crash does
+            assert await asyncio.to_thread(server.end, (signal.SIGQUIT, 30.0))  # it leaves everything as a crash does
             postgres.start()
             assert (await alice.send_one(message("late"))).history_id == 4
             assert (before, len((await alice.get("/v1/history")).body["messages"])) == ([1, 2, 3], 4)

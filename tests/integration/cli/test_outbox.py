@@ -262,7 +262,7 @@ def test_a_recovery_with_rows_missing_fails_and_the_daemon_starts_once_that_is_a
             client.ready()
         accepting.terminate()
     assert accepting.returncode == 0
-    with sqlite3.connect(database) as db:
+    with closing(sqlite3.connect(database)) as db:
         assert db.execute("SELECT missing, accepted_by LIKE 'uid %' FROM outbox_recovery").fetchall() == [(3, 1)]
 
 

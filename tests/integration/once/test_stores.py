@@ -179,9 +179,8 @@ async def test_a_store_newer_by_more_than_a_minor_version_is_left_alone(place: t
 
 async def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "other.db"
-    with sqlite3.connect(file) as db:
+    with closing(sqlite3.connect(file)) as db:
         db.execute("PRAGMA user_version = 1")
-    db.close()
     before = file.read_bytes()
     with pytest.raises(PostroomError, match="another program"):
         await SqliteStore.open(file)
