@@ -123,7 +123,7 @@ class StreamSink(DataSourceStreamArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Report what became of the rows of a micro-batch; raises where some were not sent, which ends the query."""
-        (tag,) = {message.stream for message in messages if isinstance(message, TaskDone)}
+        tag = next((message.stream for message in messages if isinstance(message, TaskDone)), "")  # they have the same
         _conclude(self._plan, _tallies(messages), f"stream-{tag}-batch-{batchId}")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
