@@ -92,7 +92,7 @@ class Act(NamedTuple):
         seq = find_row(transaction.db, self.row_id)
         if seq is None:
             raise errors.row_not_found(self.row_id)
-        row = _Row(*transaction.db.execute(_QUERIES["get"], (seq,)).fetchone())
+        row = _Row(*transaction.db.execute(_QUERIES["get"], {"seq": seq}).fetchone())
         row = row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
         if self.verb == "requeue" and row.pruned and self.patch is None:
             raise errors.payload_pruned(row.id, row.status)

@@ -301,7 +301,7 @@ def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
 
 
 def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
-    return _view(_decode_row(_value(db, "row", (seq,))))
+    return _view(_decode_row(_value(db, "row", {"seq": seq})))
 
 
 def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:

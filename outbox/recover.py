@@ -339,7 +339,8 @@ class _Salvage:
 
     def _is_kept(self, seq: int, client_message_id: str) -> bool:
         """Return whether the new file has a row with this number, or with this id."""
-        (kept,) = self._new.execute(_QUERIES["is_kept"], (seq, client_message_id)).fetchone()
+        wanted = {"seq": seq, "client_message_id": client_message_id}
+        (kept,) = self._new.execute(_QUERIES["is_kept"], wanted).fetchone()
         return bool(kept or find_moved(self._new, [client_message_id], self._salt))
 
     def _keep_rows(self) -> int:

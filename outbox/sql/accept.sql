@@ -21,4 +21,4 @@ VALUES (?, ?);
 SELECT json_group_array(json_array(seq, client_message_id, id, status, lower(hex(request_fingerprint)), destination,
                                    enqueued_at, submitted_by, broker_message_id, history_id, last_error))
 FROM outbox
-WHERE client_message_id IN (SELECT value FROM json_each(?1));
+WHERE client_message_id IN (SELECT value FROM json_each(?));

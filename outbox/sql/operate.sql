@@ -2,10 +2,10 @@
 -- One row, moved or not.
 SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, payload_bytes, room,
        unanswered_at, 0
-FROM outbox WHERE seq = ?1
+FROM outbox WHERE seq = :seq
 UNION ALL
 SELECT seq, json_extract(stored, '$[0]'), json_extract(stored, '$[1]'), status, 0, 0, NULL, 'next', 0, 0, NULL, 1
-FROM outbox_settled_row WHERE seq = ?1;
+FROM outbox_settled_row WHERE seq = :seq;
 
 -- name: abort
 -- Retire a row.
@@ -55,11 +55,11 @@ SELECT last_insert_rowid(), coalesce(:payload, payload) FROM outbox_payload WHER
 
 -- name: payload_of
 -- The payload of a row that was not pruned.
-SELECT payload FROM outbox_payload WHERE seq = ?1;
+SELECT payload FROM outbox_payload WHERE seq = ?;
 
 -- name: reported
 -- The broker has heard of the ends with these numbers.
-DELETE FROM outbox_unreported WHERE number IN (SELECT value FROM json_each(?1));
+DELETE FROM outbox_unreported WHERE number IN (SELECT value FROM json_each(?));
 
 -- name: move
 -- Put a pending row into another lane.

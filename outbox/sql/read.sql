@@ -1,24 +1,24 @@
 -- name: rows_by_client_message_id
 -- The rows with these client_message_ids, and the moved rows of these numbers.
 SELECT json_group_array(json(stored))
-FROM (SELECT stored FROM outbox_row WHERE client_message_id IN (SELECT value FROM json_each(?1))
+FROM (SELECT stored FROM outbox_row WHERE client_message_id IN (SELECT value FROM json_each(?))
       UNION ALL
-      SELECT stored FROM outbox_settled_row WHERE seq IN (SELECT value FROM json_each(?2)));
+      SELECT stored FROM outbox_settled_row WHERE seq IN (SELECT value FROM json_each(?)));
 
 -- name: settled_of
 -- Those of these rows that wait no more: they are done, dead or aborted, moved or not.
-SELECT json_group_array(value) FROM json_each(?1)
+SELECT json_group_array(value) FROM json_each(?)
 WHERE NOT EXISTS (SELECT 1 FROM outbox WHERE id = value AND status IN ('pending', 'inflight'));
 
 -- name: row
 -- One row.
-SELECT stored FROM outbox_row WHERE seq = ?1 UNION ALL SELECT stored FROM outbox_settled_row WHERE seq = ?1;
+SELECT stored FROM outbox_row WHERE seq = :seq UNION ALL SELECT stored FROM outbox_settled_row WHERE seq = :seq;
 
 -- name: unanswered
 -- Those of these rows whose outcome is unknown, as the broker is asked for them.
 SELECT id, client_message_id, request_fingerprint, unanswered_at
 FROM outbox
-WHERE id IN (SELECT value FROM json_each(?1)) AND status IN ('pending', 'dead') AND unanswered_at IS NOT NULL
+WHERE id IN (SELECT value FROM json_each(?)) AND status IN ('pending', 'dead') AND unanswered_at IS NOT NULL
 ORDER BY seq;
 
 -- name: predecessor
@@ -31,17 +31,17 @@ SELECT json_group_array(json_object(
     'row_id', outbox.id, 'at', strftime('%Y-%m-%dT%H:%M:%fZ', (post.value ->> 0) / 1000.0, 'unixepoch'),
     'seconds', (post.value ->> 1) / 1000.0, 'code', post.value ->> 2, 'broker', post.value ->> 3,
     'since', strftime('%Y-%m-%dT%H:%M:%fZ', (post.value ->> 4) / 1000.0, 'unixepoch'), 'times', post.value ->> 5))
-FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
+FROM json_each(?) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
 CROSS JOIN json_each(posts) AS post;
 
 -- name: traceparents
 -- The traceparents of these rows: [[id, traceparent or null], …]; a row whose payload was pruned has none.
 SELECT json_group_array(json_array(outbox.id, CAST(payload AS TEXT) ->> '$.traceparent'))
-FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_payload USING (seq);
+FROM json_each(?) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_payload USING (seq);
 
 -- name: unreported
 -- The next rows whose end the broker has not heard of: their numbers there, and in the outbox.
-SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?1;
+SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?;
 
 -- name: operations
 -- The latest lines of the log below the number :cursor, of things :noun, by :verb, by :actor, to the row :key, from :since
@@ -58,7 +58,7 @@ ORDER BY seq DESC LIMIT :limit;
 -- What operators did to these rows, as they see it, oldest first.
 SELECT json_group_array(json_object('at', strftime('%Y-%m-%dT%H:%M:%fZ', at / 1000.0, 'unixepoch'), 'verb', verb,
                                     'actor', actor, 'reason', reason, 'row_id', row_id, 'detail', detail))
-FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?1)) ORDER BY seq);
+FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?)) ORDER BY seq);
 
 -- name: walk_all
 -- The next rows in age order: candidates for a page.

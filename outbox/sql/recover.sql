@@ -59,8 +59,8 @@ SELECT id FROM (
 
 -- name: is_kept
 -- Whether the new file has a number, or a client_message_id of a row that was not moved.
-SELECT EXISTS (SELECT 1 FROM outbox WHERE seq = ?1) OR EXISTS (SELECT 1 FROM outbox_settled WHERE seq = ?1)
-       OR EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?2);
+SELECT EXISTS (SELECT 1 FROM outbox WHERE seq = :seq) OR EXISTS (SELECT 1 FROM outbox_settled WHERE seq = :seq)
+       OR EXISTS (SELECT 1 FROM outbox WHERE client_message_id = :client_message_id);
 
 -- name: keep_payload
 -- Write the message of a row into the new file.

@@ -46,7 +46,7 @@ FROM (SELECT seq FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LI
 -- name: take
 -- Make the chosen rows inflight.
 UPDATE outbox SET status = 'inflight', lane = NULL
-WHERE seq IN (SELECT value FROM json_each(?1));
+WHERE seq IN (SELECT value FROM json_each(?));
 
 -- name: taken
 -- The chosen rows as one JSON array, without a step per row. Each payload is JSON and spliced in as it lies; ids and
@@ -56,7 +56,7 @@ SELECT CAST('[' || coalesce(group_concat(
            || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ','
            || max(enqueued_at, coalesce(not_before, 0)) || ',' || coalesce(not_before, 0) || ']'
        ), '') || ']' AS BLOB)
-FROM json_each(?1) AS chosen
+FROM json_each(?) AS chosen
 CROSS JOIN outbox ON outbox.seq = chosen.value
 CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 

@@ -58,7 +58,7 @@ DELETE FROM outbox_failed_posts WHERE seq IN (SELECT value FROM json_each(?));
 -- name: candidates
 -- The rows that may have one of these ids.
 SELECT seq, client_message_id
-FROM json_each(?1) AS wanted
+FROM json_each(?) AS wanted
 CROSS JOIN outbox_settled_key ON outbox_settled_key.key = wanted.value
 CROSS JOIN outbox_settled USING (seq);
 
@@ -101,7 +101,7 @@ SELECT json_group_array(json_array(seq, iif(typeof(client_message_id) = 'blob', 
                                    iif(typeof(broker_message_id) = 'blob', '#' || hex(broker_message_id), broker_message_id),
                                    history_id, nullif(last_error, '')))
 FROM outbox_settled JOIN outbox_common ON number = common
-WHERE seq IN (SELECT value FROM json_each(?1));
+WHERE seq IN (SELECT value FROM json_each(?));
 
 -- name: last_id
 -- The id of the newest row; none in an empty outbox.
