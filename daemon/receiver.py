@@ -16,6 +16,8 @@ from typing import Final
 import msgspec
 import structlog
 from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
 from broker_client import BrokerClientSettings
 from inbox import Broken, Inbox, InboxSettings, unavailable
@@ -26,8 +28,9 @@ from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.chassis.runtime import end, in_step, within
 from postroom.claims import DONE, Dead
-from postroom.delivery.consumer import Consumer, Settle
+from postroom.delivery.consumer import Consumer, Handler, Settle
 from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
@@ -161,8 +164,7 @@ class Receiver:
         self._connection = await connect(self._nats, name=f"postroomd {self._mesh} {member}")
         try:
             js = self._connection.jetstream()
-            settings = consumer_settings(self._mesh, member, inbox.id)
-            self._consumer = Consumer(js, settings, self._filing, StreamLetters(js, self._mesh))
+            self._consumer = FileConsumer(js, inbox, self._filing, mesh=self._mesh, member=member)
             try:
                 await self._consumer.run()
             finally:  # also where another part of the inbox failed: what is in hand goes back to the stream
@@ -213,6 +215,31 @@ class Receiver:
             if features is not None and features.mesh == self._mesh:
                 return features.member
             await asyncio.sleep(_LOOK_SECONDS / 5)
+
+
+class FileConsumer(Consumer):
+    """The durable consumer of one inbox file, which begins where the file holds all that it has acknowledged.
+
+    What the consumer core settles by itself, as replays for others, is not noted in the file: where a consumer ends
+    with such a message, the file is refilled without need.
+    """
+
+    def __init__(self, js: JetStreamContext, inbox: Inbox, filing: Handler, *, mesh: str, member: str) -> None:
+        super().__init__(js, consumer_settings(mesh, member, inbox.id), filing, StreamLetters(js, mesh))
+        self._js = js
+        self._inbox = inbox
+
+    async def made(self) -> None:
+        """Raise `Broken` for a file that is older: it is opened again with a new consumer, and this one is deleted."""
+        stream = self._settings.stream
+        info = await self._js.consumer_info(stream, self.durable)
+        acknowledged = 0 if info.ack_floor is None else info.ack_floor.consumer_seq
+        if await self._inbox.holds(str(info.created), acknowledged):
+            return
+        _log.error("inbox_older", consumer=self.durable, advice="it is refilled from NATS and the broker")
+        with suppress(NotFoundError, *NATS_ERRORS):  # where it stays, `postroom consumer delete` takes it
+            await self._js.delete_consumer(stream, self.durable)
+        raise Broken("the inbox file is older than what was received: it is opened again, and refilled")
 
 
 def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
@@ -268,28 +295,29 @@ class Filing:
                 message = _decode(delivery.data)
                 if message.mesh == self._mesh and message.history_id > 0:
                     messages[delivery.sequence] = message
+        delivered = max(delivery.consumer_sequence for delivery in batch)
         try:
-            filed = await self._file(list(messages.values()))
+            filed = await self._file(list(messages.values()), delivered)
         except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that SQLite cannot store
             if len(batch) > 1:
                 raise  # then each is handled alone
-            filed, messages = False, {}
-        for delivery in batch:
+            filed, messages = await self._file([], delivered), {}
+        for delivery in batch if filed else ():
             if delivery.sequence not in messages:
                 self._counters.refused += 1
                 sentence = f"the message {delivery.message_id} is not a message of the mesh {self._mesh}"
                 await settle(delivery, Dead("malformed", sentence))
-            elif filed:
-                if spans.wanted():
-                    trace = messages[delivery.sequence].traceparent
-                    spans.record(spans.FILE, delivery.subject, delivery.message_id, trace, began=began)
-                await settle(delivery, DONE)
+                continue
+            if spans.wanted():
+                trace = messages[delivery.sequence].traceparent
+                spans.record(spans.FILE, delivery.subject, delivery.message_id, trace, began=began)
+            await settle(delivery, DONE)
 
-    async def _file(self, messages: Sequence[HistoryMessage]) -> bool:
-        """Return whether the messages are on disk; waits while they cannot be written."""
-        while messages and not self._stopping:
+    async def _file(self, messages: Sequence[HistoryMessage], delivered: int) -> bool:
+        """Return whether the messages are on disk, and the number of the last delivery; waits while they cannot be."""
+        while not self._stopping:
             try:
-                new = await self._inbox.file(messages)
+                new = await self._inbox.file(messages, delivered)
             except PostroomError as error:
                 sentence = str(error)
                 if sentence != self.trouble:
@@ -301,7 +329,7 @@ class Filing:
             self._counters.known += len(messages) - new
             self.trouble = None
             return True
-        return not messages
+        return False
 
 
 async def refill(inbox: Inbox, broker: BrokerClient, member: str, accepted_after: datetime) -> None:

@@ -103,9 +103,12 @@ class Inbox:
     next `open` checks it.
     """
 
-    def __init__(self, store: Store, state: tuple[str, int | None], clock: Callable[[], int]) -> None:
+    def __init__(
+        self, store: Store, state: tuple[str, int | None], clock: Callable[[], int], new_id: Callable[[], str]
+    ) -> None:
         self._store = store
         self._clock = clock
+        self._new_id = new_id
         self._arrived = asyncio.Event()
         self.failed = store.failed  # set once the file or the disk failed
         self.id = state[0]  # of the file: a new one has another
@@ -133,7 +136,7 @@ class Inbox:
             db.execute(_WRITE["first_position"], {"created_at": now})
 
         store = await Store.open(file, SCHEMA, ANSWERS, prepare=create, damaged=damaged)
-        return cls(store, await store.read(lambda db: db.execute(_READ["file"]).fetchone()), clock)
+        return cls(store, await store.read(lambda db: db.execute(_READ["file"]).fetchone()), clock, new_id)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was filed stays. A second call does nothing."""
@@ -146,8 +149,31 @@ class Inbox:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def file(self, messages: Sequence[HistoryMessage]) -> int:
-        """Write those that are new, also among what retention has deleted; returns how many, once on disk."""
+    async def holds(self, consumer: str, acknowledged: int) -> bool:
+        """Return whether all is here that its durable consumer has acknowledged: `acknowledged` of its deliveries.
+
+        `consumer` says when that was created. A file without all of it is an older copy. It becomes a file of its own:
+        with a new id, due to be refilled, its positions above all that were given. Then it has to be opened again.
+        """
+        values = {"consumer": consumer, "id": self._new_id(), "now": self._clock()}
+
+        def look(db: sqlite3.Connection) -> bool:
+            known, delivered = db.execute(_READ["delivered"]).fetchone()
+            if acknowledged > (delivered if known == consumer else 0):
+                db.execute(_WRITE["begin_again"], values)
+                db.execute(_WRITE["pass_positions"], values)
+                return False
+            if known != consumer:
+                db.execute(_WRITE["begin_consumer"], values)
+            return True
+
+        return await self._store.write(look)
+
+    async def file(self, messages: Sequence[HistoryMessage], delivered: int = 0) -> int:
+        """Write those that are new, also among what retention has deleted; returns how many, once on disk.
+
+        `delivered` is the number of the last delivery that brought them, which `holds` compares.
+        """
         now = self._clock()
         rows: list[dict[str, Any]] = [
             {
@@ -164,7 +190,12 @@ class Inbox:
             for message in messages
         ]
         size = sum(len(row["message"]) + _ROW_BYTES for row in rows)
-        new = await self._store.write(lambda db: db.executemany(_WRITE["file"], rows).rowcount, size)
+
+        def write(db: sqlite3.Connection) -> int:
+            db.execute(_WRITE["delivered_to"], {"delivered": delivered})
+            return db.executemany(_WRITE["file"], rows).rowcount if rows else 0
+
+        new = await self._store.write(write, size)
         if new:
             self._wake_readers()
         return new

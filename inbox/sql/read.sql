@@ -2,6 +2,10 @@
 -- The file's id, and how far a refill has come where one is due.
 SELECT id, refill_after FROM inbox_file;
 
+-- name: delivered
+-- Up to which delivery of which consumer the file has everything.
+SELECT consumer, delivered FROM inbox_file;
+
 -- name: newest
 -- The last position that was given.
 SELECT seq FROM sqlite_sequence WHERE name = 'inbox';

@@ -21,6 +21,22 @@ ON CONFLICT DO NOTHING;
 -- How far a refill has come; NULL once it is done.
 UPDATE inbox_file SET refill_after = :refill_after WHERE refill_after IS NOT NULL;
 
+-- name: delivered_to
+-- Note up to which delivery of its consumer the file has everything.
+UPDATE inbox_file SET delivered = :delivered WHERE delivered < :delivered;
+
+-- name: begin_consumer
+-- Count the deliveries of another consumer.
+UPDATE inbox_file SET consumer = :consumer, delivered = 0;
+
+-- name: begin_again
+-- Make an older copy a file of its own, which is due to be refilled.
+UPDATE inbox_file SET id = :id, refill_after = 0, consumer = NULL, delivered = 0;
+
+-- name: pass_positions
+-- Continue above the positions that were given since the copy was made.
+UPDATE sqlite_sequence SET seq = max(seq, :now) WHERE name = 'inbox';
+
 -- name: old
 -- The last position of the oldest messages that were received before a moment, some at a time; NULL where there is none.
 SELECT max(position) FROM (

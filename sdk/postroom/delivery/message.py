@@ -34,6 +34,7 @@ class Delivery(NamedTuple):
     attempt: int  # as the server counts deliveries, 1 for the first; handlers count what was attempted
     published_at: datetime
     retry_policy: RetryPolicy | None = None  # the sender's
+    consumer_sequence: int = 0  # among the deliveries of its consumer, each attempt counted
 
     @property
     def unreadable(self) -> str | None:
@@ -71,7 +72,7 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 def delivery_of(message: Msg) -> Delivery:
-    """Read a message of a pull consumer: its ack subject holds its stream, its number and the count of deliveries."""
+    """Read a message of a pull consumer: its ack subject holds its stream, its numbers and the count of deliveries."""
     words = message.reply.split(".")
     if len(words) > _PLAIN_WORDS:
         words = words[:2] + words[4:]  # a domain and an account's hash come before the stream
@@ -86,6 +87,7 @@ def delivery_of(message: Msg) -> Delivery:
         attempt=int(words[4]),
         published_at=datetime.fromtimestamp(int(words[7]) / _NANOSECONDS, UTC),
         retry_policy=policy_of(message.data),
+        consumer_sequence=int(words[6]),
     )
 
 

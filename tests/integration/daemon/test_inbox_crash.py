@@ -101,6 +101,7 @@ async def file_all(daemon: LoneDaemon, js: JetStreamContext, mesh: str, point: s
     assert sorted(found) == sorted(expected)
     assert daemon.process.stop() == 0
     assert ids_in(daemon.state) == found
+    assert "inbox_older" not in daemon.process.log()
 
 
 def _call(point: str, kill: int) -> int:

@@ -111,6 +111,65 @@ async def test_a_file_that_fails_is_opened_anew_and_nothing_is_missing(
     assert sorted(ids_in(running.state)) == ["id-1", "id-2", "id-3"]
 
 
+async def test_an_older_copy_of_the_file_is_noticed_and_gets_what_it_lacks(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    await running.stop()
+    file = running.state / "inbox.db"
+    copy = file.read_bytes()
+
+    later = await start()
+    before = later.receiver.opened().id
+    await publish(js, [message(2, mesh=mesh), message(3, mesh=mesh)])
+    await later.filed(2)
+    given = (await later.receiver.opened().page(None, None, 10)).messages[-1].position
+    await later.stop()
+    file.write_bytes(copy)
+
+    with capture_logs() as lines:
+        restored = await start()
+        await restored.filed(2)
+    assert [line["log_level"] for line in lines if line["event"] == "inbox_older"] == ["error"]
+    inbox = restored.receiver.opened()
+    assert (inbox.id != before, inbox.refill_after) == (True, 0)
+    found = (await inbox.page(None, None, 10)).messages
+    assert ids_in(restored.state) == ["id-1", "id-2", "id-3"]
+    assert found[1].position > given
+    (consumer,) = await js.consumers_info(f"{mesh}_INBOX".upper())
+    assert consumer.name.endswith(inbox.id)
+
+
+async def test_a_file_that_has_everything_is_never_taken_for_an_older_one(
+    start: Start, js: JetStreamContext, mesh: str, nats_url: str
+) -> None:
+    """Whatever became of the messages, and of the consumer: filed, known, malformed, deleted with what it counted."""
+    running = await start()
+    first = running.receiver.opened().id
+    stream = f"{mesh}_INBOX".upper()
+    with capture_logs() as lines:
+        async with byte_writer(nats_url) as raw:
+            await publish(js, [message(1, mesh=mesh), message(2, mesh=mesh)])
+            await running.filed(2)
+            await raw.publish(f"{mesh}.inbox.alice", [HostileMessage(None, b"{}")])
+            await until(lambda: running.receiver.counters.refused == 1)
+        await running.stop()
+        for number in (3, 4):
+            again = await start()
+            await publish(js, [message(number, mesh=mesh)])
+            await again.filed(1)
+            assert again.receiver.opened().id == first
+            await again.stop()
+            (consumer,) = await js.consumers_info(stream)
+            await js.delete_consumer(stream, consumer.name)
+        last = await start()
+        await until(lambda: last.receiver.counters.known == 4)
+        assert last.receiver.opened().id == first
+    assert "inbox_older" not in {line["event"] for line in lines}
+
+
 async def test_a_token_of_another_member_brings_that_members_messages(
     start: Start, js: JetStreamContext, mesh: str
 ) -> None:

@@ -70,6 +70,41 @@ async def test_a_file_that_was_removed_is_refilled_above_the_positions_that_it_g
     await again.close()
 
 
+async def test_a_file_holds_what_it_has_noted_of_its_own_consumer(inbox: Inbox, open_inbox: OpenInbox) -> None:
+    assert await inbox.holds("monday", 0)
+    await inbox.file([message(1)], delivered=7)
+    await inbox.file([], delivered=9)
+    await inbox.file([message(2)], delivered=8)  # redelivered to a batch that came to disk later
+    assert await inbox.holds("monday", 9)
+    assert await inbox.holds("tuesday", 0)  # a new consumer counts from one
+    await inbox.file([message(3)], delivered=2)
+    assert await inbox.holds("tuesday", 2)
+    await inbox.close()
+    again = await open_inbox()
+    assert (again.id, again.refill_after) == (inbox.id, None)
+    await again.close()
+
+
+@pytest.mark.parametrize(("consumer", "acknowledged"), [("monday", 8), ("tuesday", 1)])
+async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_refilled(
+    inbox: Inbox, open_inbox: OpenInbox, clock: Clock, consumer: str, acknowledged: int
+) -> None:
+    assert await inbox.holds("monday", 0)
+    await inbox.file([message(1)], delivered=7)
+    (before,) = (await inbox.page(None, None, 10)).messages
+    clock.forward(3600)
+    assert not await inbox.holds(consumer, acknowledged)
+    await inbox.close()
+    again = await open_inbox()
+    assert (again.id != inbox.id, again.refill_after) == (True, 0)
+    assert await again.holds("wednesday", 0)
+    assert await again.file([message(1), message(2)]) == 1
+    found = (await again.page(None, None, 10)).messages
+    assert found[0] == before
+    assert found[1].position > clock()
+    await again.close()
+
+
 async def test_a_refill_goes_on_where_it_had_come_to(inbox: Inbox, open_inbox: OpenInbox, database: Path) -> None:
     await inbox.close()
     database.rename(database.with_name("inbox.db.damaged-1"))  # as a crash between the two leaves it
