@@ -34,7 +34,6 @@ _STATUS_OF_CODE: Final = {
     "broker_failed": 502,
     "broker_refused_request": 502,
     "broker_timed_out": 504,
-    "busy": 429,
     "disk_full": 507,
     "expectation_failed": 417,
     "extra_missing": 501,
