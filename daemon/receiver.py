@@ -234,7 +234,7 @@ class FileConsumer(Consumer):
         stream = self._settings.stream
         info = await self._js.consumer_info(stream, self.durable)
         acknowledged = 0 if info.ack_floor is None else info.ack_floor.consumer_seq
-        if await self._inbox.holds(str(info.created), acknowledged):
+        if await self._inbox.holds(self.durable, str(info.created), acknowledged):
             return
         _log.error("inbox_older", consumer=self.durable, advice="it is refilled from NATS and the broker")
         with suppress(NotFoundError, *NATS_ERRORS):  # where it stays, `postroom consumer delete` takes it

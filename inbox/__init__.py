@@ -113,6 +113,7 @@ class Inbox:
         self.failed = store.failed  # set once the file or the disk failed
         self.id = state[0]  # of the file: a new one has another
         self.refill_after = state[1]  # history_id to refill from; None: no refill is needed
+        self._consumer: str | None = None  # whose deliveries are filed
 
     @classmethod
     async def open(
@@ -149,24 +150,26 @@ class Inbox:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def holds(self, consumer: str, acknowledged: int) -> bool:
-        """Return whether all is here that its durable consumer has acknowledged: `acknowledged` of its deliveries.
+    async def holds(self, consumer: str, created: str, acknowledged: int) -> bool:
+        """Return whether all is here that a durable consumer of its has acknowledged: `acknowledged` of its deliveries.
 
-        `consumer` says when that was created. A file without all of it is an older copy. It becomes a file of its own:
-        with a new id, due to be refilled, its positions above all that were given. Then it has to be opened again.
+        `created` says when it was. A file without all of it is an older copy. It becomes a file of its own: with a new
+        id, due to be refilled, its positions above all that were given. Then it has to be opened again. Of one with all
+        of it, `file` notes the deliveries from here on.
         """
-        values = {"consumer": consumer, "id": self._new_id(), "now": self._clock()}
+        values = {"name": consumer, "created": created, "id": self._new_id(), "now": self._clock()}
 
         def look(db: sqlite3.Connection) -> bool:
-            known, delivered = db.execute(_READ["delivered"]).fetchone()
-            if acknowledged > (delivered if known == consumer else 0):
+            known, delivered = db.execute(_READ["consumer"], values).fetchone() or (None, 0)
+            if acknowledged > (delivered if known == created else 0):
                 db.execute(_WRITE["begin_again"], values)
                 db.execute(_WRITE["pass_positions"], values)
                 return False
-            if known != consumer:
+            if known != created:
                 db.execute(_WRITE["begin_consumer"], values)
             return True
 
+        self._consumer = consumer
         return await self._store.write(look)
 
     async def file(self, messages: Sequence[HistoryMessage], delivered: int = 0) -> int:
@@ -192,7 +195,7 @@ class Inbox:
         size = sum(len(row["message"]) + _ROW_BYTES for row in rows)
 
         def write(db: sqlite3.Connection) -> int:
-            db.execute(_WRITE["delivered_to"], {"delivered": delivered})
+            db.execute(_WRITE["delivered_to"], {"name": self._consumer, "delivered": delivered})
             return db.executemany(_WRITE["file"], rows).rowcount if rows else 0
 
         new = await self._store.write(write, size)

@@ -34,10 +34,15 @@ CREATE TABLE inbox_file (
     only         INTEGER PRIMARY KEY CHECK (only = 1),
     id           TEXT    NOT NULL,
     created_at   INTEGER NOT NULL,
-    refill_after INTEGER CHECK (refill_after >= 0),       -- history_id that a refill has come to; NULL: none is due
-    consumer     TEXT,                                    -- when that consumer was created; NULL before its first message
-    delivered    INTEGER NOT NULL DEFAULT 0 CHECK (delivered >= 0)  -- number of its last delivery that is in this file
+    refill_after INTEGER CHECK (refill_after >= 0)        -- history_id that a refill has come to; NULL: none is due
 );
+
+-- Its durable consumers: one for each member to whom the token has belonged.
+CREATE TABLE consumers (
+    name      TEXT    PRIMARY KEY,
+    created   TEXT    NOT NULL,                           -- when: one that is created again counts from one
+    delivered INTEGER NOT NULL DEFAULT 0 CHECK (delivered >= 0)  -- number of its last delivery that is in this file
+) WITHOUT ROWID;
 
 PRAGMA application_id = 1347638345;  -- "PSTI"
 PRAGMA user_version = 1;

@@ -2,9 +2,9 @@
 -- The file's id, and how far a refill has come where one is due.
 SELECT id, refill_after FROM inbox_file;
 
--- name: delivered
--- Up to which delivery of which consumer the file has everything.
-SELECT consumer, delivered FROM inbox_file;
+-- name: consumer
+-- When a consumer was created, and up to which of its deliveries the file has everything.
+SELECT created, delivered FROM consumers WHERE name = :name;
 
 -- name: newest
 -- The last position that was given.

@@ -22,16 +22,17 @@ ON CONFLICT DO NOTHING;
 UPDATE inbox_file SET refill_after = :refill_after WHERE refill_after IS NOT NULL;
 
 -- name: delivered_to
--- Note up to which delivery of its consumer the file has everything.
-UPDATE inbox_file SET delivered = :delivered WHERE delivered < :delivered;
+-- Note up to which delivery of a consumer the file has everything.
+UPDATE consumers SET delivered = :delivered WHERE name = :name AND delivered < :delivered;
 
 -- name: begin_consumer
--- Count the deliveries of another consumer.
-UPDATE inbox_file SET consumer = :consumer, delivered = 0;
+-- Count the deliveries of a consumer that is new.
+INSERT INTO consumers (name, created) VALUES (:name, :created)
+ON CONFLICT (name) DO UPDATE SET created = excluded.created, delivered = 0;
 
 -- name: begin_again
 -- Make an older copy a file of its own, which is due to be refilled.
-UPDATE inbox_file SET id = :id, refill_after = 0, consumer = NULL, delivered = 0;
+UPDATE inbox_file SET id = :id, refill_after = 0;
 
 -- name: pass_positions
 -- Continue above the positions that were given since the copy was made.

@@ -183,6 +183,23 @@ async def test_a_token_of_another_member_brings_that_members_messages(
     assert ids_in(running.state) == ["id-1", "id-2"]
 
 
+async def test_a_token_that_comes_back_to_its_member_makes_no_file_an_older_one(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    first = running.receiver.opened().id
+    with capture_logs() as lines:
+        for number, member in ((2, "bob"), (3, "alice"), (4, "bob")):
+            running.member = member
+            subject, body, headers = wire(message(number, mesh=mesh, to=f"dm:{member}"), member)
+            await js.publish(subject, body, headers=headers)
+            await running.filed(number)
+    assert running.receiver.opened().id == first
+    assert "inbox_older" not in {line["event"] for line in lines}
+
+
 async def test_what_is_older_than_the_retention_is_deleted_once_the_clock_is_confirmed(
     start: Start, js: JetStreamContext, mesh: str
 ) -> None:

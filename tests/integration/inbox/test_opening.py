@@ -71,33 +71,36 @@ async def test_a_file_that_was_removed_is_refilled_above_the_positions_that_it_g
 
 
 async def test_a_file_holds_what_it_has_noted_of_its_own_consumer(inbox: Inbox, open_inbox: OpenInbox) -> None:
-    assert await inbox.holds("monday", 0)
+    assert await inbox.holds("alice", "monday", 0)
     await inbox.file([message(1)], delivered=7)
     await inbox.file([], delivered=9)
     await inbox.file([message(2)], delivered=8)  # redelivered to a batch that came to disk later
-    assert await inbox.holds("monday", 9)
-    assert await inbox.holds("tuesday", 0)  # a new consumer counts from one
+    assert await inbox.holds("alice", "monday", 9)
+    assert await inbox.holds("alice", "tuesday", 0)  # a new consumer counts from one
     await inbox.file([message(3)], delivered=2)
-    assert await inbox.holds("tuesday", 2)
+    assert await inbox.holds("alice", "tuesday", 2)
+    assert await inbox.holds("bob", "wednesday", 0)  # the token's owner is another, and then the first again
+    await inbox.file([message(4)], delivered=1)
+    assert await inbox.holds("alice", "tuesday", 2)
     await inbox.close()
     again = await open_inbox()
     assert (again.id, again.refill_after) == (inbox.id, None)
     await again.close()
 
 
-@pytest.mark.parametrize(("consumer", "acknowledged"), [("monday", 8), ("tuesday", 1)])
+@pytest.mark.parametrize(("created", "acknowledged"), [("monday", 8), ("tuesday", 1)])
 async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_refilled(
-    inbox: Inbox, open_inbox: OpenInbox, clock: Clock, consumer: str, acknowledged: int
+    inbox: Inbox, open_inbox: OpenInbox, clock: Clock, created: str, acknowledged: int
 ) -> None:
-    assert await inbox.holds("monday", 0)
+    assert await inbox.holds("alice", "monday", 0)
     await inbox.file([message(1)], delivered=7)
     (before,) = (await inbox.page(None, None, 10)).messages
     clock.forward(3600)
-    assert not await inbox.holds(consumer, acknowledged)
+    assert not await inbox.holds("alice", created, acknowledged)
     await inbox.close()
     again = await open_inbox()
     assert (again.id != inbox.id, again.refill_after) == (True, 0)
-    assert await again.holds("wednesday", 0)
+    assert await again.holds("alice", "wednesday", 0)
     assert await again.file([message(1), message(2)]) == 1
     found = (await again.page(None, None, 10)).messages
     assert found[0] == before
