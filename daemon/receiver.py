@@ -174,7 +174,7 @@ class Receiver:
             await self._connection.close()
 
     async def _refill(self, inbox: Inbox) -> None:
-        while inbox.refill_after is not None:
+        while await inbox.refill_due.wait():
             member = await self._token_member()
             oldest = datetime.fromtimestamp(await self._oldest_kept() / 1000, UTC)
             try:

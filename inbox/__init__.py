@@ -113,6 +113,9 @@ class Inbox:
         self.failed = store.failed  # set once the file or the disk failed
         self.id = state[0]  # of the file: a new one has another
         self.refill_after = state[1]  # history_id to refill from; None: no refill is needed
+        self.refill_due = asyncio.Event()
+        if self.refill_after is not None:
+            self.refill_due.set()
         self._consumer: str | None = None  # whose deliveries are filed
 
     @classmethod
@@ -155,22 +158,31 @@ class Inbox:
 
         `created` says when it was. A file without all of it is an older copy. It becomes a file of its own: with a new
         id, due to be refilled, its positions above all that were given. Then it has to be opened again. Of one with all
-        of it, `file` notes the deliveries from here on.
+        of it, `file` notes the deliveries from here on. One whose consumer was lost while it was closed may be an older
+        copy too: it is due to be refilled in the same way, under its id.
         """
         values = {"name": consumer, "created": created, "id": self._new_id(), "now": self._clock()}
 
-        def look(db: sqlite3.Connection) -> bool:
+        def look(db: sqlite3.Connection) -> tuple[bool, bool]:
             known, delivered = db.execute(_READ["consumer"], values).fetchone() or (None, 0)
-            if acknowledged > (delivered if known == created else 0):
+            older = acknowledged > (delivered if known == created else 0)
+            lost = not older and self._consumer is None and known not in (None, created)
+            if older:
                 db.execute(_WRITE["begin_again"], values)
-                db.execute(_WRITE["pass_positions"], values)
-                return False
-            if known != created:
+            elif known != created:
                 db.execute(_WRITE["begin_consumer"], values)
-            return True
+            if older or lost:
+                db.execute(_WRITE["refill"])
+                db.execute(_WRITE["pass_positions"], values)
+            return not older, lost
 
+        whole, lost = await self._store.write(look)
         self._consumer = consumer
-        return await self._store.write(look)
+        if lost:
+            _log.warning("inbox_consumer_lost", consumer=consumer, advice="the inbox is refilled from the broker")
+            self.refill_after = 0
+            self.refill_due.set()
+        return whole
 
     async def file(self, messages: Sequence[HistoryMessage], delivered: int = 0) -> int:
         """Write those that are new, also among what retention has deleted; returns how many, once on disk.
@@ -207,6 +219,8 @@ class Inbox:
         """Note how far the refill has come; None: it is done."""
         await self._store.write(lambda db: db.execute(_WRITE["refilled_to"], {"refill_after": history_id}))
         self.refill_after = history_id
+        if history_id is None:
+            self.refill_due.clear()
 
     async def prune(self, received_before: int) -> int:
         """Delete what was received before a moment (ms since the epoch); returns how many."""

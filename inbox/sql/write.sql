@@ -31,8 +31,12 @@ INSERT INTO consumers (name, created) VALUES (:name, :created)
 ON CONFLICT (name) DO UPDATE SET created = excluded.created, delivered = 0;
 
 -- name: begin_again
--- Make an older copy a file of its own, which is due to be refilled.
-UPDATE inbox_file SET id = :id, refill_after = 0;
+-- Make an older copy a file of its own.
+UPDATE inbox_file SET id = :id;
+
+-- name: refill
+-- What the file lacks has to come from the broker's history.
+UPDATE inbox_file SET refill_after = 0;
 
 -- name: pass_positions
 -- Continue above the positions that were given since the copy was made.

@@ -142,6 +142,33 @@ async def test_an_older_copy_of_the_file_is_noticed_and_gets_what_it_lacks(
     assert consumer.name.endswith(inbox.id)
 
 
+async def test_a_file_whose_consumer_was_lost_is_refilled_above_all_positions(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    """Nobody knows any more what that had acknowledged, and the file may be an older copy."""
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    await running.stop()
+    file = running.state / "inbox.db"
+    copy = file.read_bytes()
+
+    later = await start()
+    await publish(js, [message(2, mesh=mesh), message(3, mesh=mesh)])
+    await later.filed(2)
+    given = (await later.receiver.opened().page(None, None, 10)).messages[-1].position
+    await later.stop()
+    file.write_bytes(copy)
+    (consumer,) = await js.consumers_info(f"{mesh}_INBOX".upper())
+    await js.delete_consumer(f"{mesh}_INBOX".upper(), consumer.name)
+
+    restored = await start()
+    await restored.filed(2)
+    inbox = restored.receiver.opened()
+    assert inbox.refill_after == 0
+    assert (await inbox.page(None, None, 10)).messages[1].position > given
+
+
 async def test_a_file_that_has_everything_is_never_taken_for_an_older_one(
     start: Start, js: JetStreamContext, mesh: str, nats_url: str
 ) -> None:
