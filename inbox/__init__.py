@@ -104,7 +104,7 @@ class Inbox:
     """
 
     def __init__(
-        self, store: Store, state: tuple[str, int | None], clock: Callable[[], int], new_id: Callable[[], str]
+        self, store: Store, state: tuple[str, int | None, int], clock: Callable[[], int], new_id: Callable[[], str]
     ) -> None:
         self._store = store
         self._clock = clock
@@ -116,6 +116,7 @@ class Inbox:
         self.refill_due = asyncio.Event()
         if self.refill_after is not None:
             self.refill_due.set()
+        self._doubted = bool(state[2])  # the file had a consumer, and `holds` has not yet said that it is not older
         self._consumer: str | None = None  # whose deliveries are filed
 
     @classmethod
@@ -178,6 +179,7 @@ class Inbox:
 
         whole, lost = await self._store.write(look)
         self._consumer = consumer
+        self._doubted = self._doubted and not whole
         if lost:
             _log.warning("inbox_consumer_lost", consumer=consumer, advice="the inbox is refilled from the broker")
             self.refill_after = 0
@@ -245,13 +247,13 @@ class Inbox:
     async def start(self, event_id: str | None, since: int | None) -> int:
         """Return the position after which a live stream begins: an event's id, else `since` (ms), else the end.
 
-        Raises `InvalidMessage` for an id that was never issued.
+        Raises `InvalidMessage` for an id that was never issued, `TryAgain` (503) where `holds` has yet to say whether.
         """
         newest = await self._read(_newest)
         if event_id is not None:
             position = _number(event_id, invalid_event_id)
             if position > newest:
-                raise invalid_event_id()
+                raise unavailable("it may be an older copy") if self._doubted else invalid_event_id()
             return position
         return newest if since is None else await self._read(_before, since)
 

@@ -1,6 +1,6 @@
 -- name: file
--- The file's id, and how far a refill has come where one is due.
-SELECT id, refill_after FROM inbox_file;
+-- The file's id, how far a refill has come where one is due, and whether it has had a consumer.
+SELECT id, refill_after, EXISTS (SELECT 1 FROM consumers) FROM inbox_file;
 
 -- name: consumer
 -- When a consumer was created, and up to which of its deliveries the file has everything.

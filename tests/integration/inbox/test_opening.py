@@ -8,6 +8,7 @@ from support.inboxes import message
 from support.outboxes import START, Clock
 
 from inbox import Inbox
+from postroom.errors import InvalidMessage, TryAgain
 
 OpenInbox = Callable[[], Awaitable[Inbox]]
 
@@ -106,6 +107,28 @@ async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_r
     assert found[0] == before
     assert found[1].position > clock()
     await again.close()
+
+
+async def test_a_reader_that_is_ahead_of_the_file_waits_until_that_was_compared(
+    inbox: Inbox, open_inbox: OpenInbox, clock: Clock
+) -> None:
+    assert await inbox.holds("alice", "monday", 0)
+    await inbox.file([message(1)], delivered=1)
+    (newest,) = (await inbox.page(None, None, 10)).messages
+    ahead = str(newest.position + 1)
+    with pytest.raises(InvalidMessage):
+        await inbox.start(ahead, None)
+    await inbox.close()
+    again = await open_inbox()
+    assert await again.start(str(newest.position), None) == newest.position
+    with pytest.raises(TryAgain):
+        await again.start(ahead, None)
+    clock.forward(3600)
+    assert not await again.holds("alice", "monday", 2)
+    await again.close()
+    restored = await open_inbox()
+    assert await restored.start(ahead, None) == newest.position + 1
+    await restored.close()
 
 
 async def test_a_refill_goes_on_where_it_had_come_to(inbox: Inbox, open_inbox: OpenInbox, database: Path) -> None:
