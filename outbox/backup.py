@@ -113,6 +113,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     file = OwnedFile(directory, NAME, may_be_anothers=True)
     restored, aside, fresh = False, None, file.path.with_name(f"{NAME}.db.restoring")
     try:
+        file.begin()
         if (log := Path(f"{backup}-wal")).exists():
             raise Fatal(Exit.CONFIG, f"{log} is next to {backup}: restore what `postroom outbox backup` has written")
         if backup.exists() and not backup.is_file():  # a pipe or a device may have no end
@@ -151,5 +152,5 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
             with suppress(OSError):
                 for part in PARTS:
                     Path(f"{fresh}{part}").unlink(missing_ok=True)
-        file.end(clean=restored)
+        file.end(clean=restored or not file.unclean)
     return aside

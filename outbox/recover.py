@@ -178,6 +178,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
+        file.begin()
         now = clock()
         source = file.path
         if not source.exists():  # after a kill: the file that was set aside has the rows, and its log may still be here
@@ -196,7 +197,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
     finally:
-        file.end(clean=saved)
+        file.end(clean=saved or not file.unclean)
     return recovery
 
 

@@ -149,7 +149,7 @@ class OwnedFile:
         return None
 
     def begin(self) -> None:
-        """Note on disk that the file is open."""
+        """Note on disk which process has the file, and that it is open."""
         os.pwrite(self._lock, f"{os.getpid():<{_PID_WIDTH}}".encode(), 0)
         os.fsync(self._lock)
 

@@ -15,6 +15,7 @@ from support.waiting import until
 
 from outbox import Outbox
 from outbox.backup import Backup, restore
+from outbox.recover import recover
 from postroom._wire.nouns import LogQuery
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage, PostroomError, TryAgain
@@ -169,6 +170,25 @@ async def test_no_outbox_is_replaced_while_a_daemon_has_it(state: Path, tmp_path
     with pytest.raises(Fatal, match="is in use by process") as refused:
         restore(state, tmp_path / "copy.db", "a mistake")
     assert refused.value.exit_code == Exit.UNAVAILABLE
+
+
+@pytest.mark.usefixtures("killed")
+@pytest.mark.parametrize("verb", ["restore", "recover"])
+def test_a_verb_under_way_names_its_own_process_and_not_the_daemon_that_was_killed(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Who is told to stop a process by its number may stop whatever has that number now."""
+    (state / "outbox.lock").write_text("4711")
+
+    def meanwhile(*_: object, **__: object) -> None:
+        with pytest.raises(Fatal, match=f"is in use by process {os.getpid()}:"):
+            restore(state, tmp_path / "copy.db", "at once")
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr("outbox.backup.shutil.copyfileobj", meanwhile)
+    monkeypatch.setattr("outbox.recover._salvage", meanwhile)
+    with pytest.raises(Fatal, match="broken"):
+        restore(state, tmp_path / "copy.db", "first") if verb == "restore" else recover(state)
 
 
 @pytest.mark.parametrize("spoilt", ["cut", "page", "empty", "text", "another program's", "missing", "with a log"])
