@@ -126,7 +126,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
             shutil.copyfileobj(source, target)
         with closing(sqlite3.connect(fresh, isolation_level=None)) as db:
             if not SCHEMA.version_of(db, backup):
-                raise Fatal(Exit.CONFIG, f"{backup} is empty, not a backup of an outbox: take another")
+                raise Fatal(Exit.CONFIG, f"{backup} is not a backup of an outbox: take another")
             quick_check(db)
             line = {"at": now, "verb": "restore", "actor": str(order.caller), "reason": order.reason.strip()}
             db.execute(_LOG, {**line, "row_id": None, "detail": str(backup)})

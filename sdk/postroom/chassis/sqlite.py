@@ -66,7 +66,7 @@ class Schema(NamedTuple):
             db.execute(QUERIES[name]).fetchone() for name in ("user_version", "application_id")
         )
         if application not in (0, self.application_id) or (version and not application):
-            raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: move it to another directory")
+            raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: take another, or move it away")
         if version > self.version and not runs_on(version, self.version):
             known = f"{path} has schema version {version}, this program supports up to {self.version + 1}"
             raise Fatal(Exit.CONFIG, f"{known}: install the newer program again")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -191,7 +193,9 @@ def test_a_verb_under_way_names_its_own_process_and_not_the_daemon_that_was_kill
         restore(state, tmp_path / "copy.db", "first") if verb == "restore" else recover(state)
 
 
-@pytest.mark.parametrize("spoilt", ["cut", "page", "empty", "text", "another program's", "missing", "with a log"])
+@pytest.mark.parametrize(
+    "spoilt", ["cut", "page", "empty", "text", "another program's", "unmarked", "missing", "with a log"]
+)
 async def test_what_is_no_whole_backup_changes_nothing(
     open_outbox: OpenOutbox, state: Path, database: Path, tmp_path: Path, spoilt: str
 ) -> None:
@@ -211,6 +215,10 @@ async def test_what_is_no_whole_backup_changes_nothing(
             copy.write_text("no database at all")
         case "another program's":
             copy.write_bytes(content[:68] + b"NOPE" + content[72:])
+        case "unmarked":
+            copy.unlink()
+            with closing(sqlite3.connect(copy)) as db:
+                db.execute("CREATE TABLE orders (id)")
         case "missing":
             copy.unlink()
         case "with a log":
@@ -219,6 +227,8 @@ async def test_what_is_no_whole_backup_changes_nothing(
         restore(state, copy, "a mistake")
     assert refused.value.exit_code == Exit.CONFIG
     assert str(copy) in str(refused.value)
+    assert ("take another" in str(refused.value)) == (spoilt not in ("missing", "with a log"))
+    assert "is empty" not in str(refused.value)
     assert database.read_bytes() == before
     assert not list(state.glob("*.restoring*"))
     async with await open_outbox() as outbox:
