@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -55,7 +56,8 @@ def interruptible() -> Iterator[None]:
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    sys.unraisablehook = lambda _: None  # objects interrupted while being built would complain
+    sys.unraisablehook = lambda _: None  # objects interrupted while being built would complain,
+    warnings.simplefilter("ignore")  # and coroutines that were never awaited
     raise Interrupted(number)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,27 @@ class Sleeper:
         assert self._child is not None
         self._child.kill()
         self._child.wait()
+
+
+INTERRUPTED = """
+import os, signal
+from cli.stack.supervisor import Interrupted, interruptible
+
+async def probe():
+    pass
+
+try:
+    with interruptible():
+        asked = probe()
+        os.kill(os.getpid(), signal.SIGTERM)
+except Interrupted:
+    del asked
+"""
+
+
+def test_a_signal_that_interrupts_a_probe_before_it_begins_says_nothing_more() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, check=True, text=True)
+    assert ended.stderr == ""
 
 
 def enough() -> None:
