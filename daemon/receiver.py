@@ -218,11 +218,7 @@ class Receiver:
 
 
 class FileConsumer(Consumer):
-    """The durable consumer of one inbox file, which begins where the file holds all that it has acknowledged.
-
-    What the consumer core settles by itself, as replays for others, is not noted in the file: where a consumer ends
-    with such a message, the file is refilled without need.
-    """
+    """The durable consumer of one inbox file, which begins where the file holds all that it has acknowledged."""
 
     def __init__(self, js: JetStreamContext, inbox: Inbox, filing: Handler, *, mesh: str, member: str) -> None:
         super().__init__(js, consumer_settings(mesh, member, inbox.id), filing, StreamLetters(js, mesh))
@@ -240,6 +236,11 @@ class FileConsumer(Consumer):
         with suppress(NotFoundError, *NATS_ERRORS):  # where it stays, `postroom consumer delete` takes it
             await self._js.delete_consumer(stream, self.durable)
         raise Broken("the inbox file is older than what was received: it is opened again, and refilled")
+
+    async def skipped(self, delivery: Delivery) -> None:
+        """Note its number; where that fails, as on a full disk, the file may be refilled without need."""
+        with suppress(PostroomError):
+            await self._inbox.file([], delivery.consumer_sequence)
 
 
 def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:

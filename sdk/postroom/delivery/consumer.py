@@ -184,6 +184,9 @@ class Consumer:
     async def made(self) -> None:
         """Raise `NotFound` where the durable consumer, just created, should not exist; by default it always should."""
 
+    async def skipped(self, delivery: Delivery) -> None:
+        """Note a message that is settled without a handler, before it is; by default there is nothing to note."""
+
     @property
     def room(self) -> int | None:
         """How many messages the handler can take now; None sets no limit, 0 pauses the consumer."""
@@ -252,12 +255,14 @@ class Consumer:
         chosen = []
         for held in batch:
             delivery = held.delivery
-            if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
-                await self._settle_held(held, DONE)
-            elif (why := delivery.unreadable) is not None:
-                await self._settle_held(held, Dead(UNREADABLE, why))
-            else:
-                chosen.append(held)
+            outcome: Outcome = DONE
+            if delivery.headers.get(REPLAYED_FOR, self._settings.durable) == self._settings.durable:
+                if (why := delivery.unreadable) is None:
+                    chosen.append(held)
+                    continue
+                outcome = Dead(UNREADABLE, why)
+            await self.skipped(delivery)
+            await self._settle_held(held, outcome)
         await self._give(chosen)
 
     async def _give(self, chosen: list[_Held]) -> None:

@@ -21,6 +21,7 @@ from daemon.receiver import Receiver
 from inbox import InboxSettings
 from postroom._wire.accept import Features
 from postroom._wire.ids import now_ms
+from postroom.delivery.dead_letters import REPLAYED_FOR
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import TryAgain
 
@@ -183,6 +184,17 @@ async def test_a_file_that_has_everything_is_never_taken_for_an_older_one(
             await raw.publish(f"{mesh}.inbox.alice", [HostileMessage(None, b"{}")])
             await until(lambda: running.receiver.counters.refused == 1)
         await running.stop()
+        for headers in (f"NATS/1.0\r\n{REPLAYED_FOR}: another\r\n\r\n".encode(), b"NATS/1.0\r\nX: \xff\r\n\r\n"):
+            again = await start()
+            async with byte_writer(nats_url) as raw:
+                await raw.publish(f"{mesh}.inbox.alice", [HostileMessage(headers, b"{}")])
+
+            async def all_are_settled() -> bool:
+                consumers = await js.consumers_info(stream)
+                return not any(each.num_pending or each.num_ack_pending for each in consumers)
+
+            await until_so(all_are_settled)
+            await again.stop()
         for number in (3, 4):
             again = await start()
             await publish(js, [message(number, mesh=mesh)])
