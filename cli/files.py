@@ -28,10 +28,13 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
 def new_file(file: Path) -> Iterator[BinaryIO]:
     """Open a file (0600) that gets its name when the block ends, on disk and whole; if the block fails, none appears.
 
-    Raises `Fatal` if the name is taken: nothing is ever overwritten.
+    A signal that would end the process fails it as well. Raises `Fatal` if the name is taken: nothing is ever
+    overwritten.
     """
+    from cli.stack.supervisor import interruptible  # noqa: PLC0415 - it is slow to import, and few verbs write a file
+
     taken = Fatal(Exit.IO_ERROR, f"cannot write {file}: it exists; choose another name")
-    with file_errors("write", file, Exit.IO_ERROR):
+    with file_errors("write", file, Exit.IO_ERROR), interruptible():
         if os.path.lexists(file):
             raise taken
         descriptor, draft = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)

@@ -44,8 +44,12 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise `Interrupted` in the main thread at the first signal; ignore further ones, so that stopping is finished."""
-    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    """Raise `Interrupted` in the main thread at the first signal; ignore further ones, so that stopping is finished.
+
+    What is ignored when this begins, as SIGHUP under nohup, stays ignored.
+    """
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in heeded}
     try:
         yield
     finally:

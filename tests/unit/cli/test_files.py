@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,27 @@ def test_a_file_that_could_not_be_written_leaves_nothing(directory: Path) -> Non
     with pytest.raises(ZeroDivisionError), new_file(directory / "copy"):
         raise ZeroDivisionError
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_of_a_file_that_is_not_whole(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A draft may hold bodies of messages, and nobody looks for it."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # what an interrupt sets ends with the test
+    with pytest.raises(KeyboardInterrupt), new_file(directory / "copy"):
+        os.kill(os.getpid(), number)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored(directory: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with new_file(directory / "copy"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (directory / "copy").exists()
 
 
 def test_a_command_that_may_not_use_a_file_is_not_permitted() -> None:
