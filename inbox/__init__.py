@@ -162,7 +162,8 @@ class Inbox:
         of it, `file` notes the deliveries from here on. One whose consumer was lost while it was closed may be an older
         copy too: it is due to be refilled in the same way, under its id.
         """
-        values = {"name": consumer, "created": created, "id": self._new_id(), "now": self._clock()}
+        values = {"name": consumer, "created": created, "acknowledged": acknowledged}
+        values |= {"id": self._new_id(), "now": self._clock()}
 
         def look(db: sqlite3.Connection) -> tuple[bool, bool]:
             known, delivered = db.execute(_READ["consumer"], values).fetchone() or (None, 0)

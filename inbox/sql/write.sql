@@ -39,8 +39,8 @@ UPDATE inbox_file SET id = :id;
 UPDATE inbox_file SET refill_after = 0;
 
 -- name: pass_positions
--- Continue above the positions that were given since the copy was made.
-UPDATE sqlite_sequence SET seq = max(seq, :now) WHERE name = 'inbox';
+-- Continue above the positions that were given since the copy was made, also where the clock is behind: a delivery takes one at most.
+UPDATE sqlite_sequence SET seq = max(seq + :acknowledged, :now) WHERE name = 'inbox';
 
 -- name: old
 -- The last position of the oldest messages that were received before a moment, some at a time; NULL where there is none.

@@ -109,6 +109,28 @@ async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_r
     await again.close()
 
 
+async def test_positions_of_an_older_file_go_on_above_those_that_were_given_while_the_clock_is_behind(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path, clock: Clock
+) -> None:
+    assert await inbox.holds("alice", "monday", 0)
+    await inbox.close()
+    copy = database.read_bytes()
+    lost = await open_inbox()
+    assert await lost.holds("alice", "monday", 0)
+    await lost.file([message(number) for number in range(1, 31)], delivered=30)
+    given = (await lost.page(None, None, 100)).messages[-1].position
+    await lost.close()
+    database.write_bytes(copy)
+    clock.forward(-86_400)
+    older = await open_inbox()
+    assert not await older.holds("alice", "monday", 30)
+    await older.close()
+    again = await open_inbox()
+    await again.file([message(1)])
+    assert (await again.page(None, None, 1)).messages[0].position > given
+    await again.close()
+
+
 async def test_a_reader_that_is_ahead_of_the_file_waits_until_that_was_compared(
     inbox: Inbox, open_inbox: OpenInbox, clock: Clock
 ) -> None:
