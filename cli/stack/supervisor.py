@@ -46,9 +46,10 @@ class Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """Raise `Interrupted` in the main thread at the first signal; ignore further ones, so that stopping is finished.
 
-    What is ignored when this begins, as SIGHUP under nohup, stays ignored.
+    Under nohup a closed terminal stays ignored. Ctrl-C does not: scripts start what runs in the background without it.
     """
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heeded = [number for number in SIGNALS if not (outlives and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _interrupt) for number in heeded}
     try:
         yield

@@ -78,6 +78,18 @@ def test_a_signal_that_nohup_has_ignored_stays_ignored(directory: Path) -> None:
     assert (directory / "copy").exists()
 
 
+def test_ctrl_c_interrupts_what_a_script_has_started_in_the_background(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # as above
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), new_file(directory / "copy"):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_command_that_may_not_use_a_file_is_not_permitted() -> None:
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES), "/mailroom/up.pid")
     assert ending(refused) == (Exit.NOT_PERMITTED, "/mailroom/up.pid: Permission denied; use an account that may")
