@@ -311,6 +311,8 @@ class AsyncClient(Calls):
         check_verb(verb, VERBS)
         options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
         given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, False)}
+        if isinstance(message, SendRequest):
+            encode(message)  # which refuses what JSON would change
         body = VERBS[verb].body
         if not given.keys() <= set(body.__struct_fields__):
             names = ", ".join(sorted(given.keys() - set(body.__struct_fields__)))

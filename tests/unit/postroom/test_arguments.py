@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from postroom import AsyncClient, BrokerClient, Client, InvalidMessage
+from postroom import AsyncClient, BrokerClient, Client, InvalidMessage, SendRequest
 from postroom._wire.arguments import compose, encode
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
 from postroom._wire.operations import ListQuery, RowFilter
@@ -106,6 +106,23 @@ async def test_a_traceparent_that_no_header_can_hold_is_refused(traceparent: Any
         with pytest.raises(InvalidMessage, match="W3C") as caught:
             await client.send("topic:orders", "hello", traceparent=traceparent)
     assert caught.value.problem.field == "traceparent"
+
+
+@pytest.mark.parametrize("field", ["to", "client_message_id", "reply_to", "mentions"])
+def test_bytes_where_text_belongs_are_refused_instead_of_becoming_other_text(field: str) -> None:
+    """JSON would have them in base64, which is an id too, and the name of a member."""
+    given: Any = [b"job"] if field == "mentions" else b"job"
+    with pytest.raises(InvalidMessage, match="must be text, not bytes"):
+        encode(compose(**{"to": "topic:orders", "body": "hello", field: given}))
+
+
+async def test_the_message_of_a_requeue_is_refused_for_what_refuses_that_of_a_send() -> None:
+    body, meta = SendRequest(to="topic:orders"), SendRequest(to="topic:orders")
+    body.body, meta.meta = b"hello", {1: 2}  # type: ignore[assignment, dict-item] # as a program without type checks may
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        for message, said in ((body, "body must be text"), (meta, "keys that are not text")):
+            with pytest.raises(InvalidMessage, match=said):
+                await client.act("requeue", "a", reason="why", message=message)
 
 
 @pytest.mark.parametrize("not_before", [timedelta(minutes=5), 300])
