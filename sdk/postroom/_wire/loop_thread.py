@@ -8,6 +8,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,8 +21,14 @@ class LoopThread:
     def __init__(self) -> None:
         self._process: int | None = os.getpid()  # where it runs; `Thread.is_alive` is wrong once interrupted
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="postroom-client", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with suppress(BaseException):  # SystemExit of the caller's code, which its task passes on, ends any loop
+                self._loop.run_forever()
+                return
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` to its end on the loop, where it goes on if this is interrupted."""

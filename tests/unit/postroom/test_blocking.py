@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from postroom import AsyncClient, Client, SendRequest
 from postroom._wire.loop_thread import LoopThread
+from postroom.testing import FakeClient
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")]
 
@@ -80,6 +81,25 @@ def interrupted(client: Client, point: int) -> bool:
         sys.setprofile(None)
         assert begun == over
     return False
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt()])
+def test_a_stream_of_messages_that_ends_its_program_does_so_and_the_client_lives_on(raised: BaseException) -> None:
+    """An event loop stops at these two."""
+
+    def messages() -> Iterator[SendRequest]:
+        yield SendRequest(to="topic:orders")
+        raise raised
+
+    async def async_messages() -> AsyncIterator[SendRequest]:
+        for message in messages():
+            yield message
+
+    with FakeClient() as client:
+        for given in (messages(), async_messages()):
+            with pytest.raises(type(raised)):
+                list(client.send_many(given))
+        assert [each.line for each in client.send_many([SendRequest(to="topic:orders")])] == [1]
 
 
 def test_what_an_interrupted_end_left_running_is_ended_with_the_loop() -> None:
