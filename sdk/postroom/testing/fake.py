@@ -8,9 +8,11 @@ for it after its `not_before`; then it is `done`.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -40,6 +42,9 @@ Outcome = Literal["done", "dead", "aborted"]
 _UID: Final = 1000  # the sender of all of them
 _SEND: Final = re.compile(r"/v1/sends/([^/]+)")
 _encode: Final = msgspec.json.Encoder().encode
+_PAUSE_SECONDS: Final = 0.01  # in which a test may settle what is waited for
+_ANY_TIME: Final = datetime.min.replace(tzinfo=UTC)
+_Pause = Callable[[float], Awaitable[None]]
 
 
 class Sent(msgspec.Struct, kw_only=True, frozen=True):
@@ -125,16 +130,23 @@ class FakeDaemon:
             raise answered
         return answered.http_status, answered.result
 
-    def _where(self, client_message_ids: list[str], wait: float) -> list[OutboxRow]:
+    async def _where(self, client_message_ids: list[str], wait: float, pause: _Pause) -> list[OutboxRow]:
+        rows = [self._rows[each] for each in client_message_ids if each in self._rows]
+        if wait and self._settle_due(rows):
+            await pause(min(wait, _PAUSE_SECONDS))  # the client asks again
         with self._lock:
-            rows = [self._rows[each] for each in client_message_ids if each in self._rows]
-            for row in rows:
-                due = row.send.not_before is None or row.send.not_before <= datetime.now(UTC)
-                if wait and due and row.status not in SETTLED:
-                    self._settle(row, "done", None)
             return [row.shown() for row in rows]
 
-    def _answer(self, request: bytes) -> tuple[int, Any]:
+    def _settle_due(self, rows: list[_Row]) -> bool:
+        """Settle what is due, and return whether something is not."""
+        with self._lock:
+            unsettled = [row for row in rows if row.status not in SETTLED]
+            due = [row for row in unsettled if (row.send.not_before or _ANY_TIME) <= datetime.now(UTC)]
+            for row in due:
+                self._settle(row, "done", None)
+            return len(due) < len(unsettled)
+
+    async def _answer(self, request: bytes, pause: _Pause) -> tuple[int, Any]:
         """Answer one request."""
         line, headers, body = _parsed(request)
         _check_size(body)
@@ -148,12 +160,12 @@ class FakeDaemon:
                 return self._accept(read_event(headers, body).message(query["to"][0]), traceparent)
             case "POST", "/v1/sends":
                 asked = msgspec.json.decode(body, type=SendsQuery)
-                found = self._where(asked.client_message_ids, asked.wait)
+                found = await self._where(asked.client_message_ids, asked.wait, pause)
                 known = {row.client_message_id for row in found}
                 return 200, SendList(rows=found, missing=[x for x in asked.client_message_ids if x not in known])
             case "GET", path if matched := _SEND.fullmatch(path):
                 self._row(client_message_id := unquote(matched[1]))
-                (row,) = self._where([client_message_id], float(query.get("wait", ["0"])[0]))
+                (row,) = await self._where([client_message_id], float(query.get("wait", ["0"])[0]), pause)
                 return 200, row
             case "GET", "/v1/ready":
                 return 200, Ready(ready=True)
@@ -224,8 +236,9 @@ class _Row:
 class _Fake(Exchanges):
     """The transport of a fake client: a function call."""
 
-    def __init__(self, daemon: FakeDaemon) -> None:
+    def __init__(self, daemon: FakeDaemon, pause: _Pause) -> None:
         self._daemon = daemon
+        self._pause = pause
         self._closed = False
 
     async def exchange(
@@ -235,7 +248,7 @@ class _Fake(Exchanges):
         del seconds, connecting, limit, repeatable
         self._check_open()
         try:
-            status, content = self._daemon._answer(request)  # noqa: SLF001 - the two are one thing
+            status, content = await self._daemon._answer(request, self._pause)  # noqa: SLF001 - the two are one thing
         except PostroomError as error:
             return _head(error.problem.status, PROBLEM_JSON), _encode(error.problem)
         return _head(status, JSON), _encode(content)
@@ -248,7 +261,7 @@ class _Fake(Exchanges):
         del connecting, silence
         self._check_open()
         if not request.startswith(f"POST {BATCH} ".encode()):
-            self._daemon._answer(request)  # noqa: SLF001 - which refuses it
+            await self._daemon._answer(request, self._pause)  # noqa: SLF001 - which refuses it
         _, headers, _ = _parsed(request)
         answer_line = partial(self._daemon._line, traceparent=headers.get("traceparent"))  # noqa: SLF001
         yield _head(200, NDJSON), _Lines(body, answer_line)
@@ -293,7 +306,17 @@ class FakeAsyncClient(AsyncClient):
 
     def _pool(self, path: str) -> Exchanges:
         del path
-        return _Fake(self.daemon)
+        return _Fake(self.daemon, self._pause)
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class _Requests(FakeAsyncClient):
+    """A `FakeAsyncClient` for programs without an event loop."""
+
+    async def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no loop
 
 
 class FakeClient(Client):
@@ -301,7 +324,7 @@ class FakeClient(Client):
 
     def __init__(self, daemon: FakeDaemon | None = None) -> None:
         self.daemon = daemon or FakeDaemon()
-        self._use(FakeAsyncClient(self.daemon), partial(FakeAsyncClient, self.daemon))
+        self._use(_Requests(self.daemon), partial(FakeAsyncClient, self.daemon))
 
     @property
     def sent(self) -> list[Sent]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -113,6 +115,27 @@ def test_a_send_stays_pending_before_its_not_before() -> None:
     assert [row.status for row in post.wait_many(["later", "past"], 0.01)] == ["pending", "done"]
     post.daemon.settle("later")
     assert post.wait("later", 0.01).status == "done"
+
+
+async def test_waiting_for_a_send_that_is_not_due_leaves_the_loop_to_others() -> None:
+    post = FakeAsyncClient()
+    key = (await post.send("topic:orders", "later", not_before=datetime(2999, 1, 1, tzinfo=UTC))).client_message_id
+    for waiting in (post.wait(key, 60), post.wait_many([key], 60)):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting, 0.03)
+    waited = asyncio.create_task(post.wait(key, 60))
+    await asyncio.sleep(0)
+    post.daemon.settle(key, "dead", reason="topic_not_found: there is no such topic")
+    assert (await waited).status == "dead"
+
+
+def test_waiting_for_a_send_that_is_not_due_takes_no_processor() -> None:
+    post = FakeClient()
+    key = post.send("topic:orders", "later", not_before=datetime(2999, 1, 1, tzinfo=UTC)).client_message_id
+    threading.Timer(0.5, post.daemon.settle, [key]).start()
+    began = time.thread_time()
+    assert post.wait(key, 60).status == "done"
+    assert time.thread_time() - began < 0.25
 
 
 async def test_a_stream_of_messages_gets_one_result_for_each() -> None:
