@@ -133,11 +133,16 @@ def of_an_argument(error: Any) -> Ending:
 
 
 def say(end: Ending) -> int:
-    """Write the sentence to standard error and return the exit code, even if output can't be written any more."""
+    """Write the sentence to standard error and return the exit code, even if output can't be written any more.
+
+    That is the end where there was no other sentence, only a code that what was written explains.
+    """
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has nowhere to go
+        if end.sentence is None:
+            end = ending(error)
     if end.sentence:
         head = "" if end.sentence.startswith("Usage:") else "postroom: "
         print(head + printable(end.sentence), file=sys.stderr, flush=True)  # noqa: T201

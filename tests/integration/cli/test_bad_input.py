@@ -148,6 +148,14 @@ def test_output_that_cannot_be_written_is_an_error(command: str, shared_daemon: 
         assert "Exception ignored" not in ended.err
 
 
+def test_what_a_command_found_is_not_in_its_exit_code_alone_where_it_cannot_be_written() -> None:
+    nowhere = Terminal(Path("/nonexistent/nobody.sock"))
+    assert nowhere.shell("postroom status").code == 69
+    for redirection in (">/dev/full", ">&-"):
+        ended = nowhere.shell(f"postroom status {redirection}")
+        assert (ended.code, ended.sentence()[:24]) == (74, "standard input or output"), redirection
+
+
 def test_a_message_is_kept_even_where_its_receipt_cannot_be_written(shared_daemon: LoneDaemon) -> None:
     terminal = Terminal(shared_daemon.socket)
     for number, redirection in enumerate((">/dev/full", ">&-", "2>&-", ">&- 2>&- <&-")):
