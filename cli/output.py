@@ -174,9 +174,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         wide.append(max(map(cell_len, plain)))
         words = max(cell_len(word) for text in plain for word in text.split(" "))
         least.append(min(wide[-1], max(words, _SENTENCE)))
-    room = Console().width - 2 * (len(columns) - 1)
+    width = max(Console().width, 1)  # COLUMNS may say anything
+    room = width - 2 * (len(columns) - 1)
     if sum(least) > room:
-        _write(_stacked(columns, cells, wide, Console().width))
+        _write(_stacked(columns, cells, wide, width))
         return
     spare, sized = room - sum(least), []
     for most, width in zip(wide, least, strict=True):

@@ -128,7 +128,7 @@ class Screen:
             fold = partial(textwrap.wrap, row[-1], break_long_words=False, break_on_hyphens=False)
             indent, folded = " " * left, fold(max(self._width - left, 20)) or [""]
             if left + max(map(len, folded)) > self._width:  # a long word, such as an address, stands whole below
-                indent, folded = "  ", ["", *fold(self._width - 2)]
+                indent, folded = "  ", ["", *fold(max(self._width - 2, 1))]
             for place, part in enumerate(folded):
                 line = ((begin if place == 0 else indent) + part).rstrip()
                 yield self._styled(line, "head") if number == 0 else line

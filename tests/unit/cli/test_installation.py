@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ def test_a_flow_is_unattended_where_no_worker_has_it_and_a_worker_that_is_away_i
     counts = JobCounts(running=3, failed=0, unknown=0, flows={"export": 1, "import": 2})
     (found,) = counts.unattended([program])
     assert (found.thing, found.what.partition(" not")[0]) == ("flow import", "2 jobs have")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "2"])
+def test_a_screen_without_room_has_every_word_of_a_table(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    process = {"process": "nats", "state": "running", "pid": 7, "address": "nats://127.0.0.1:4222"}
+    words = " ".join(Screen().installation(Sight(processes=[process]))).split()
+    assert {"nats", "running", "7", "nats://127.0.0.1:4222"} <= set(words)
 
 
 def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) -> None:

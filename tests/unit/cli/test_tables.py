@@ -56,6 +56,16 @@ def test_columns_that_do_not_fit_stand_below_with_their_names(shown: Callable[..
     ]
 
 
+@pytest.mark.parametrize("columns", ["0", "1", "2"])
+def test_a_terminal_without_room_gets_every_word_too(
+    shown: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")  # Rich takes a dumb one to have 80
+    words = " ".join(shown(table, ("ID", "WHY"), [(ID, "the wrong day")])).split()
+    assert {ID, "the", "wrong", "day"} <= set(words)
+
+
 def test_a_sentence_folds_within_its_column_where_that_is_enough(shown: Callable[..., list[str]]) -> None:
     assert shown(table, ("ID", "WHY"), [(ID, "the consumer was down for longer than anybody had thought")]) == [
         "ID                                    WHY",
