@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 from postroom._wire.trees import Branch, Thing, grow
@@ -164,7 +164,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
             padded = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
             sys.stdout.write("  ".join(padded).rstrip() + "\n")
         return
-    from rich.console import Console  # noqa: PLC0415
     from rich.table import Column, Table  # noqa: PLC0415
 
     cells = [[_cell(value) for value in row] for row in rows]
@@ -174,7 +173,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         wide.append(max(map(cell_len, plain)))
         words = max(cell_len(word) for text in plain for word in text.split(" "))
         least.append(min(wide[-1], max(words, _SENTENCE)))
-    width = max(Console().width, 1)  # COLUMNS may say anything
+    width = shutil.get_terminal_size().columns
     room = width - 2 * (len(columns) - 1)
     if sum(least) > room:
         _write(_stacked(columns, cells, wide, width))
@@ -288,24 +287,29 @@ def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def fields(pairs: Iterable[tuple[str, Any]]) -> None:
-    """Write names and values under one another, leaving out what is not set."""
-    from rich.table import Column, Table  # noqa: PLC0415
+    """Write names and values under one another, leaving out what is not set; on a terminal values fold."""
+    from rich.text import Text  # noqa: PLC0415
 
-    grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
-    for name, value in pairs:
-        if value is not None:
-            grid.add_row(_text(name), _cell(value))
-    _write(grid)
+    cells = [(_text(name), _cell(value)) for name, value in pairs if value is not None]
+    left = max((len(name) for name, _ in cells), default=0) + 2
+    room = max(shutil.get_terminal_size().columns - left, _SENTENCE) if sys.stdout.isatty() else sys.maxsize
+    words = textwrap.TextWrapper(room, break_on_hyphens=False, break_long_words=False)
+    drawn = [
+        Text(begin.ljust(left)).append(part, cell.style)
+        for name, cell in cells
+        for begin, part in zip_longest((name,), words.wrap(cell.plain) or ("",), fillvalue="")
+    ]
+    _write(Text("\n").join(drawn))
 
 
 def tree(root: str, branches: Iterable[str]) -> None:
-    """Draw a chain: each branch grows out of the one before."""
-    from rich.tree import Tree  # noqa: PLC0415
-
-    top = node = Tree(_cell(root))
-    for branch in branches:
-        node = node.add(_cell(branch))
-    _write(top)
+    """Draw a chain: each branch grows out of the one before; on a terminal it folds."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    stem, below = _LAST
+    for depth, text in enumerate([root, *branches]):
+        first = below * (depth - 1) + stem if depth else ""
+        for each in folded(text, width, first, below * (depth + 1)):
+            line(each)
 
 
 def draw(things: Iterable[B], alike: Callable[[B], Hashable] | None = None) -> Iterator[tuple[str, B, int]]:
@@ -387,7 +391,9 @@ def _text(value: Any) -> str:
 def _write(renderable: Any) -> None:
     from rich.console import Console  # noqa: PLC0415
 
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
+    width, height = shutil.get_terminal_size()  # Rich takes COLUMNS=0 at its word, and writes nothing
+    on_terminal = sys.stdout.isatty()
+    console = Console(width=width, height=height) if on_terminal else Console(width=_WIDE, no_color=True)
     with console.capture() as capture:
         console.print(renderable, no_wrap=True, overflow="ignore", crop=False)
     for rendered in capture.get().splitlines():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.output import Progress, fields, line, progress, table
+from cli.output import Progress, fields, line, progress, table, tree
 
 ID = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
 WORDS = st.text("abcdefgh-._", min_size=1, max_size=60)
@@ -61,7 +61,7 @@ def test_a_terminal_without_room_gets_every_word_too(
     shown: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setenv("TERM", "xterm")  # Rich takes a dumb one to have 80
+    monkeypatch.setenv("TERM", "xterm")  # Rich has its own idea of a dumb one
     words = " ".join(shown(table, ("ID", "WHY"), [(ID, "the wrong day")])).split()
     assert {ID, "the", "wrong", "day"} <= set(words)
 
@@ -77,6 +77,34 @@ def test_a_sentence_folds_within_its_column_where_that_is_enough(shown: Callable
 def test_a_long_name_among_fields_is_whole(shown: Callable[..., list[str]]) -> None:
     (first, *_) = shown(fields, [("consumer", "c" * 60), ("why", "w" * 100)])
     assert first == "consumer  " + "c" * 60
+
+
+def test_no_word_among_fields_is_cut_on_a_narrow_terminal(
+    shown: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    lines = shown(
+        fields, [("broker message id", ID), ("held", None), ("last error", "the wrong day of all days"), ("x", "")]
+    )
+    assert lines == [
+        f"broker message id  {ID}",
+        "last error         the wrong day of all",
+        "                   days",
+        "x",
+    ]
+    monkeypatch.setenv("COLUMNS", "1")
+    assert shown(fields, [("id", ID)]) == [f"id  {ID}"]
+
+
+def test_no_word_of_a_chain_is_cut_on_a_terminal_that_it_does_not_fit(shown: Callable[..., list[str]]) -> None:
+    assert shown(tree, f"{ID}  {ID}  aborted", [f"{ID}  {ID}  pending  ← this one", "done"]) == [
+        f"{ID}  {ID}",
+        "   aborted",
+        f"└─ {ID}  {ID}",
+        "      pending  ← this one",
+        "   └─ done",
+    ]
 
 
 def test_what_takes_longer_than_a_second_says_how_far_it_is_and_how_fast_it_goes(
