@@ -29,8 +29,8 @@ from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
-from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version
-from postroom.errors import InvalidMessage, NotFound, NotPermitted, PostroomError
+from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_query, refuse_version
+from postroom.errors import NotFound, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -211,8 +211,8 @@ class Server(TimedServer):
         else:
             refuse_tokens_in_query(request, connection.caller)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
-            if route.query is None and request.query_string:
-                raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters: omit them")
+            if route.query is None:
+                refuse_query(request, route)
         if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
         if not connection.is_allowed:

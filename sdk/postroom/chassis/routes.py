@@ -79,6 +79,8 @@ def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -
 def _guarded(route: Route, authorize: Authorize) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         await authorize(request, route.access)
+        if route.answers and route.query is None:  # of a route of an API, not of a page
+            refuse_query(request, route)
         return await route.handler(request)
 
     return handle
@@ -182,6 +184,12 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         field, sentence = shape_fault(error, query)
         sentence = f"check the query string: {sentence}"
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
+
+
+def refuse_query(request: web.BaseRequest, route: Route) -> None:
+    """Raise `InvalidMessage` where a request for a route that takes no query has one."""
+    if request.query_string:
+        raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters: omit them")
 
 
 class Access(NamedTuple):

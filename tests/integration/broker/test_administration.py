@@ -292,3 +292,13 @@ async def test_a_mesh_that_would_narrow_nothing_is_refused(broker: Any) -> None:
         asked = {"mesh": "demo", "reason": "x", "filter": wanted}
         answer = await broker.admin.post(path, asked)
         assert (answer.status, answer.code, answer.body.get("field")) == (400, "invalid_request", "mesh"), path
+
+
+async def test_a_parameter_that_a_route_does_not_take_is_refused_and_nothing_is_done(broker: Any) -> None:
+    """A `dry_run` that is not looked at would be done."""
+    admin = broker.admin
+    assert (await admin.post("/v1/queues", {"mesh": "demo", "name": "kept"})).status == 201
+    for ask in (admin.delete("/v1/queues/demo/kept?dry_run=true"), admin.get("/v1/meshes", limit=1)):
+        answer = await ask
+        assert (answer.status, answer.code) == (400, "invalid_query")
+    assert "kept" in [each["name"] for each in (await admin.get("/v1/queues", mesh="demo")).body["queues"]]
