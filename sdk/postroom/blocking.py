@@ -97,7 +97,8 @@ class Client:
         """Close every connection and end the thread; a second call, or one in a forked process, does nothing."""
         if self._process != os.getpid():
             return
-        self._process = None
+        with self._lock:  # else a thread may be about to begin a stream
+            self._process = None
         run_to_end(self._requests.close())
         if self._streams is not None:
             loop, streamer = self._streams

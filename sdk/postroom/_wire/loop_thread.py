@@ -10,9 +10,11 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_CLOSED: Final = "this client is closed"
 
 
 class LoopThread:
@@ -20,22 +22,31 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._process: int | None = os.getpid()  # where it runs; `Thread.is_alive` is wrong once interrupted
+        self._waiting = set[SimpleQueue[asyncio.Task[Any] | None]]()  # of those that wait for the end of work
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="postroom-client", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        """Run the loop until it is stopped, which SystemExit of a caller's code does not do: its task passes it on."""
         while True:
-            with suppress(BaseException):  # SystemExit of the caller's code, which its task passes on, ends any loop
+            with suppress(BaseException):
                 self._loop.run_forever()
-                return
+                break
+            if self._process is None:
+                self._loop.call_soon(self._loop.stop)  # that of `close` may have been in the same turn
+        with suppress(BaseException):
+            self._loop.run_until_complete(_end_all())
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` to its end on the loop, where it goes on if this is interrupted."""
+        """Run `work` to its end on the loop, where it goes on if this is interrupted.
+
+        Raises `RuntimeError` where the loop is closed, also meanwhile.
+        """
         if self._process != os.getpid():
-            raise RuntimeError("this client is closed")
+            raise RuntimeError(_CLOSED)
         running: list[asyncio.Task[T]] = []
-        ended = SimpleQueue[asyncio.Task[T]]()
+        ended = SimpleQueue[asyncio.Task[T] | None]()
 
         def end(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
@@ -46,8 +57,15 @@ class LoopThread:
             running.append(self._loop.create_task(work()))
             running[0].add_done_callback(end)
 
-        self._loop.call_soon_threadsafe(begin)
-        return ended.get().result()
+        self._waiting.add(ended)
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            task = ended.get()
+        finally:
+            self._waiting.discard(ended)
+        if task is None or (task.cancelled() and self._process is None):
+            raise RuntimeError(_CLOSED)
+        return task.result()
 
     def walk(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
         """Yield the items, each taken on the loop; once this is closed, none of their code still runs."""
@@ -81,8 +99,14 @@ class LoopThread:
         self._process = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if left := asyncio.all_tasks(self._loop):
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
+        self._loop.close()  # from here on nothing can be given to it
+        for ended in list(self._waiting):
+            ended.put(None)
+
+
+async def _end_all() -> None:
+    """End what was begun, and what was yet to begin."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

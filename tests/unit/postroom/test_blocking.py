@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -120,3 +121,30 @@ def test_what_an_interrupted_end_left_running_is_ended_with_the_loop() -> None:
     loop.run(leave)
     loop.close()
     assert ended == [True]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_thread_that_waits_for_a_client_that_another_one_closes_is_told(
+    monkeypatch: pytest.MonkeyPatch, *, begins: bool
+) -> None:
+    """Also where the loop stops before it has begun the work."""
+    loop, waits, said = LoopThread(), threading.Event(), list[str]()
+
+    async def endless() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as raised:
+            loop.run(endless)
+        said.append(str(raised.value))
+
+    with monkeypatch.context() as patch:
+        if not begins:
+            patch.setattr(loop._loop, "call_soon_threadsafe", lambda _: waits.set())
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        assert waits.wait(10)
+    loop.close()
+    thread.join(10)
+    assert said == ["this client is closed"]
