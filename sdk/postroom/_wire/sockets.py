@@ -17,6 +17,7 @@ from postroom._wire.http import AnswerReader, Garbled, Head, Unreachable
 
 IDLE_SECONDS: Final = 15.0  # after which a connection that nobody needs is closed
 BACKLOG_PAUSE: Final = 0.01  # seconds until a daemon that has no room for another connection is asked again
+_LONGEST_POLL: Final = 2_000_000.0  # seconds, some three weeks: poll(2) takes no more ms than an int has
 _RECEIVED_AT_ONCE: Final = 64 * 1024  # bytes
 
 _R = TypeVar("_R")
@@ -63,7 +64,8 @@ class BlockingConnection:
                 if unsent:
                     unsent = unsent[self._send(unsent) :]
                 self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if unsent else select.POLLIN)
-                if not self._poll.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
+                seconds = min(max(0.0, deadline - time.monotonic()), _LONGEST_POLL)
+                if not self._poll.poll(math.ceil(seconds * 1000)):
                     raise TimeoutError("no answer in time")
                 try:
                     data = self._socket.recv(_RECEIVED_AT_ONCE)

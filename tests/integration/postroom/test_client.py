@@ -35,6 +35,12 @@ async def test_a_send_is_kept_and_found(daemon: LoneDaemon) -> None:
     assert (row.id, row.status, row.destination, row.priority) == (sent.outbox_id, "pending", "topic:orders", "now")
 
 
+async def test_a_timeout_of_months_is_one(daemon: LoneDaemon) -> None:
+    for seconds in (30 * 86_400, 1e300):
+        with Client(daemon.socket, timeout=seconds) as client:
+            assert (await asyncio.to_thread(client.send, "topic:orders", "hello")).status == "queued"
+
+
 async def test_a_repeated_send_is_a_duplicate_and_other_content_a_conflict(daemon: LoneDaemon) -> None:
     async with AsyncClient(daemon.socket) as client:
         first = await client.send("topic:orders", "hello", client_message_id="a")
