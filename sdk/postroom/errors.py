@@ -119,6 +119,10 @@ class PostroomError(Exception):
         super().__init__(problem.detail)
         self.problem = problem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it be copied, and raised in the process that waits for the one where it was raised."""
+        return type(self), (self.problem,), self.__dict__
+
     @property
     def code(self) -> str:
         """The stable word to switch on."""

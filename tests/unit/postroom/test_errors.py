@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import msgspec
 import pytest
 
@@ -12,6 +15,7 @@ from postroom.errors import (
     Unavailable,
     error_for,
 )
+from postroom.once import KeyHeld
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,15 @@ def test_every_error_can_be_caught_by_the_base() -> None:
 )
 def test_the_status_of_an_error_follows_from_its_code_or_its_class(error: PostroomError, status: int) -> None:
     assert error.problem.status == status
+
+
+@pytest.mark.parametrize("kind", [Conflict, KeyHeld, PostroomError])
+def test_an_error_is_whole_in_another_process_and_as_a_copy(kind: type[PostroomError]) -> None:
+    """A pool of processes that cannot read an error breaks, or waits for it for ever."""
+    error = kind(
+        Conflict.of("idempotency_key_reused", "the id is taken", conflict="outbox_dead_fingerprint_match").problem
+    )
+    error.client_message_id = "k"
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):  # noqa: S301 - of this test
+        assert (type(other), str(other), other.problem) == (kind, str(error), error.problem)
+        assert other.client_message_id == "k"
