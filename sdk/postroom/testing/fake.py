@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -274,7 +275,7 @@ class _Fake(Exchanges):
         if self._closed:
             raise RuntimeError("this client is closed")
         if (failure := self._daemon._failure) is not None:  # noqa: SLF001
-            raise failure
+            raise copy(failure)  # each call has an error of its own, with its id
 
 
 class _Lines:

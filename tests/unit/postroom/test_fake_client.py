@@ -178,9 +178,11 @@ def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
     with post.daemon.failing(TryAgain.of("outbox_full", "the outbox is full", retryable=True)):
         with pytest.raises(TryAgain, match="full") as error:
             post.send("topic:orders", "hello", client_message_id="k")
+        with pytest.raises(TryAgain) as another:
+            post.send("topic:orders", "hello", client_message_id="l")
         with pytest.raises(TryAgain):
             list(post.send_many([SendRequest(to="topic:orders")]))
-    assert error.value.client_message_id == "k"
+    assert (error.value.client_message_id, another.value.client_message_id) == ("k", "l")
     assert not post.send("topic:orders", "hello", client_message_id="k").duplicate
     post.close()
 
