@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Type
 
 import msgspec
 
+from postroom._wire.arguments import plain_scalar
 from postroom._wire.names import SUBJECTS, WORD
 from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage, PostroomError
@@ -234,19 +235,22 @@ def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
         return ()
     if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, (Emit, Command, Iterable)):
         raise _wrong_effect(agent, returned)
-    effects = (returned,) if isinstance(returned, (Emit, Command)) else tuple(returned)
-    for effect in effects:
+    effects: list[Effect] = []
+    for effect in (returned,) if isinstance(returned, (Emit, Command)) else returned:
         if not isinstance(effect, (Emit, Command)):
             raise _wrong_effect(agent, effect)
         kind = Emit if isinstance(effect, Emit) else Command
         fields = {name: getattr(effect, name) for name in kind.__struct_fields__ if name != "payload"}
         try:
-            msgspec.convert(fields, kind)  # a struct takes anything, and its record could not be read again
+            checked = msgspec.convert(fields, kind)  # a struct takes anything, and its record could not be read again
+            # `apply` has to see a StrEnum, and a text or number of any other class, as a replay does
+            plain: Any = msgspec.convert(msgspec.to_builtins(checked, enc_hook=plain_scalar), kind)
         except msgspec.ValidationError as error:
             wrong = shape_fault(error, kind)[1]
             detail = f"{agent}.receive returned {kind.__name__} with a field that it cannot have: {wrong}"
             raise InvalidMessage.of("invalid_effect", detail) from error
-    return effects
+        effects.append(msgspec.structs.replace(plain, payload=effect.payload))
+    return tuple(effects)
 
 
 def _invalid(detail: str) -> InvalidAgent:

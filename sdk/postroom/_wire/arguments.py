@@ -135,13 +135,13 @@ def to_json(value: Any) -> bytes:
 
     Raises `TypeError`, `ValueError` or `RecursionError` for what JSON cannot represent (NaN would become null).
     """
-    data = msgspec.json.encode(value, enc_hook=_plain)
+    data = msgspec.json.encode(value, enc_hook=plain_scalar)
     if b"null" in data:
-        json.dumps(msgspec.to_builtins(value, enc_hook=_plain), allow_nan=False)
+        json.dumps(msgspec.to_builtins(value, enc_hook=plain_scalar), allow_nan=False)
     return data
 
 
-def _plain(value: Any) -> Any:
+def plain_scalar(value: Any) -> Any:
     """Return a text or a number of a class of its own as JSON has it: Django's SafeString, numpy's float64."""
     if isinstance(value, str):
         return str.__str__(value)
@@ -182,7 +182,7 @@ def encode(request: SendRequest) -> bytes:
         refuse("invalid_field", sentence, "not_before")
     try:
         canonical_json(request.meta)
-        return msgspec.json.encode(request, enc_hook=_plain)
+        return msgspec.json.encode(request, enc_hook=plain_scalar)
     except NotCanonical as error:
         what = re.sub(r"<class '(.*)'>", r"\1", str(error))
         refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")

@@ -1,7 +1,9 @@
 """Writing an agent: what the base class offers, and what its author is told."""
 
+from enum import Enum
 from typing import Any
 
+import msgspec
 import pytest
 
 from postroom.agent import (
@@ -135,6 +137,29 @@ def test_an_effect_with_a_field_of_another_type_is_refused_before_it_is_kept(
     with pytest.raises(InvalidMessage, match=f"cannot have: {field}: Expected ") as refused:
         effects_of([Emit("fine"), effect], "pricing")
     assert refused.value.code == "invalid_effect"
+
+
+class _Kind(str, Enum):  # noqa: UP042 - as programs for Python before 3.11 have it
+    PLACED = "placed"
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+class _Number(int):
+    pass
+
+
+@pytest.mark.parametrize("text", [_Kind.PLACED, _Text("placed")])
+def test_texts_and_numbers_of_any_class_become_those_that_a_replay_reads(text: str) -> None:
+    numbers = {"entity_id": text, "expected_version": _Number(2)}
+    returned = [Emit(text, text, _Number(2), **numbers), Command(text, text, workspace=text)]
+    emit, command = effects_of(returned, "pricing")
+    assert emit == Emit("placed", text, 2, "placed", 2)
+    assert command == Command("placed", "placed", workspace="placed")
+    fields = [*msgspec.structs.astuple(emit), *msgspec.structs.astuple(command)]
+    assert {type(each) for each in fields if each is not text} == {str, int, type(None)}
 
 
 @pytest.mark.parametrize("returned", ["x", b"x", {"x": 1}, 7, [Emit("x"), None]])
