@@ -114,6 +114,7 @@ async def running_agent(
     try:
         yield Running(runtime, consumers)
     finally:
+        runtime.stop()
         with suppress(TimeoutError):  # what cannot be published stays in hand
             async with asyncio.timeout(STOP_SECONDS):
                 await asyncio.gather(*(each.stop() for each in consumers))

@@ -46,7 +46,8 @@ _STEP_SECONDS: Final = 0.5
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a program's main coroutine, on the faster event loop, and return what it returns.
 
-    Raises `Fatal` (78) where the process may open too few files to work.
+    Raises `Fatal`: 78 where the process may open too few files to work, 1 where a task or a callback that users' code
+    left behind raised what ends a process.
     """
     if spare_descriptors() < 1:
         main.close()
@@ -57,7 +58,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         )
     gc.set_threshold(*_GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(main)
+        except SystemExit as error:
+            detail = f"a task or a callback that users' code left behind raised {located(error)}"
+            raise Fatal(Exit.FAILED, f"{detail}: await it where it was begun, and handle its error") from error
 
 
 def spare_descriptors() -> int:

@@ -184,6 +184,7 @@ class AgentCase:
         runtime, running = self._here, self._running
         self._runtime = self._running = None
         assert running is not None  # noqa: S101 - as above
+        runtime.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await runtime.close()

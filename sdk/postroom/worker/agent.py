@@ -86,6 +86,7 @@ class RunningAgent:
 
     async def finish(self) -> None:
         """Take no more messages and finish those in hand; what can't be published now waits in the store."""
+        self.runtime.stop()
         try:
             async with asyncio.timeout(self.config.stop_seconds):
                 await asyncio.gather(*(consumer.stop() for consumer in self.consumers))

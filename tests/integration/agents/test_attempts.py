@@ -216,6 +216,7 @@ async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp
     delivery = Delivery(context.subject, order(0), {}, "order-1", context.events, 1, 1, published_at=datetime.now(UTC))
     handling = asyncio.create_task(runtime.handle([delivery], ignore))
     await began.wait()
+    runtime.stop()
     task.cancel()
     handling.cancel()
     await asyncio.gather(task, handling, return_exceptions=True)

@@ -230,6 +230,46 @@ async def test_an_agent_that_ends_the_process_that_loads_it_is_named(
     assert f"postroom: ending:Agent ended the process that loaded it ({how}) and said nothing" in ended.said
 
 
+LEAVING = """
+import asyncio, sys
+from postroom.agent import Agent
+
+class Leaving(Agent):
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    async def receive(self, envelope):
+        if envelope.id == "poison":
+            left = asyncio.create_task(leave())
+            await asyncio.sleep(5)
+
+async def leave():
+    sys.exit()
+"""
+
+
+async def test_a_message_that_leaves_a_task_behind_which_ends_the_process_is_a_dead_letter_in_the_end(
+    command_line: CommandLine, tmp_path: Path
+):
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    more = {"PYTHONPATH": str(tmp_path), "POSTROOM_AGENT_MAX_DELIVER": "2", "POSTROOM_AGENT_ACK_WAIT_SECONDS": "1"}
+    command_line.environment |= more
+    context = command_line.context
+    await context.publish(["poison"], b"{}", f"cmd.{context.name}.default.leaving.run")
+    for _ in range(2):
+        ended = await command_line.run("run", "leaving:Leaving")
+        assert ended.code == 1
+        sentence = (
+            f"a task or a callback that users' code left behind raised SystemExit ({tmp_path}/leaving.py, line 14)"
+        )
+        assert sentence in ended.said
+    process = await command_line.start("run", "leaving:Leaving")
+    await settled(context, "leaving_consumer", f"{context.name}_COMMANDS".upper())
+    process.terminate()
+    _, said = await process.communicate()
+    assert process.returncode == 0
+    assert b'"reason":"max_deliver","error":"ack_timeout","event":"message_dead_lettered"' in said
+
+
 @pytest.mark.parametrize(
     ("agent", "code", "sentence"),
     [

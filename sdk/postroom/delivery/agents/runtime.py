@@ -139,6 +139,7 @@ class AgentRuntime:
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
         self._wake = asyncio.Event()
         self._room = asyncio.Semaphore(_FINISHING)
+        self._stopping = False
 
     @classmethod
     async def open(
@@ -186,6 +187,10 @@ class AgentRuntime:
             )
             undo.pop_all()
         return runtime
+
+    def stop(self) -> None:
+        """Count no attempt that is cancelled from here on: it ends with the process, not the process with it."""
+        self._stopping = True
 
     async def close(self) -> None:
         """Close the store; call it once `run` has ended."""
@@ -250,11 +255,7 @@ class AgentRuntime:
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
         async with self._turns.turn():
-            if (begun := self._underway.left_behind()) is not None:  # a process of this agent ended during it
-                _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
-                attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
-                await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
-                self._underway.end()
+            await self._count_death()
             jobs: list[Job] = []
             while self._jobs and len(jobs) < self._fitting:
                 job = heapq.heappop(self._jobs)
@@ -276,8 +277,9 @@ class AgentRuntime:
             group = Group(self._memory, given.versions, given.tried)
             try:
                 await self._handle_jobs(group, jobs, keys, given)
-            except asyncio.CancelledError:  # a stop: no message caused it
-                self._underway.end()
+            except asyncio.CancelledError:
+                if self._stopping:  # else a task that `receive` left behind may have ended the loop
+                    self._underway.end()
                 raise
             self._underway.end()
             if not group.changes.none:
@@ -291,6 +293,14 @@ class AgentRuntime:
             if known:
                 group.outgoing += [stored(row) for row in await self._store.unpublished_of(known)]
         return group
+
+    async def _count_death(self) -> None:
+        """Count the attempt that a process of this agent ended during, if any."""
+        if (begun := self._underway.left_behind()) is not None:
+            _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
+            attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
+            await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
+            self._underway.end()
 
     async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         now = asyncio.get_running_loop().time
