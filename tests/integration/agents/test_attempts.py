@@ -1,17 +1,19 @@
 """An agent's attempts at a message: counted in its store, told to the next one, and ended in the dead letters."""
 
 import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from support.agents import Counting, Running, Tally, attempted, opened, running_agent, settled
 from support.jetstream import Context
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from postroom.agent import Emit, Envelope
 from postroom.claims import Outcome
 from postroom.delivery.message import Delivery
+from postroom.delivery.settings import AgentSettings
 
 
 class Witness(Counting):
@@ -224,6 +226,26 @@ async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp
     async with running_agent(context, tmp_path, Waiting):
         await settled(context)
     assert Witness.told == [(1, None), (1, None)]
+
+
+async def test_an_attempt_that_catches_its_cancellation_is_what_keeps_the_agent(context: Context, tmp_path: Path):
+    class Catching(Witness):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await release.wait()
+            return await super().receive(envelope)
+
+    release = asyncio.Event()
+    await context.publish(["order-1"], order(0))
+    async with running_agent(context, tmp_path, Catching, settings=AgentSettings(receive_seconds=0.05)) as running:
+        await until(lambda: running.runtime.trouble is not None)
+        assert running.runtime.trouble == (
+            "`receive` has taken longer than 0.05 s, and catches its cancellation: restart the agent"
+        )
+        release.set()
+        await settled(context)
+        assert running.runtime.trouble is None
 
 
 async def ignore(delivery: Delivery, outcome: Outcome) -> None:

@@ -161,6 +161,15 @@ class Deciding:
         self._name = agent_name(type(agent))
         self._emitter = emitter
         self._receive_seconds = receive_seconds
+        self._limit: asyncio.Timeout | None = None  # of the `receive` that runs
+
+    @property
+    def trouble(self) -> str | None:
+        """Return why no message is handled: a `receive` that is over its time, and does not end."""
+        if self._limit is None or not self._limit.expired():
+            return None
+        long = f"`receive` has taken longer than {self._receive_seconds:g} s"
+        return f"{long}, and catches its cancellation: restart the agent"
 
     def refuse(self, subject: str, envelope: Envelope, state: Any) -> Decision:
         """Refuse a message of another tenant or workspace; its payload is not kept."""
@@ -189,11 +198,14 @@ class Deciding:
         given = msgspec.structs.replace(message.envelope, payload=msgspec.json.decode(message.payload))
         try:
             async with asyncio.timeout(self._receive_seconds) as limit:
+                self._limit = limit
                 returned = await self._agent.receive(given)
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise TimeoutError(f"receive took longer than {self._receive_seconds:g} s") from error
+        finally:
+            self._limit = None
         effects = enumerate(effects_of(returned, self._name))
         drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
         for draft in drafts:

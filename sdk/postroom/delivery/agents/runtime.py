@@ -206,6 +206,11 @@ class AgentRuntime:
         return self._owner.tenant
 
     @property
+    def trouble(self) -> str | None:
+        """Return what keeps it from handling messages now."""
+        return self._deciding.trouble or self.publisher.trouble
+
+    @property
     def position(self) -> int:
         """The last position of the store that this process knows."""
         return self._memory.position
