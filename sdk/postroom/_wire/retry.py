@@ -155,7 +155,7 @@ def error_text(error: BaseException) -> str:
 def _unescaped(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception as broken:  # noqa: BLE001 - it is the handler's own code
+    except BaseException as broken:  # noqa: BLE001 - it is the handler's own code
         text = f"(its text is not available: {type(broken).__name__})"
     if isinstance(error, BaseExceptionGroup):
         text += ": " + "; ".join(map(_unescaped, error.exceptions))

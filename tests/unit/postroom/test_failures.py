@@ -12,6 +12,11 @@ class Mute(Exception):
         raise RuntimeError
 
 
+class Deadly(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -19,6 +24,7 @@ class Mute(Exception):
         (AssertionError(), "AssertionError"),
         (ValueError("a\0b \ud800"), r"ValueError: a\x00b \ud800"),
         (Mute(), "Mute: (its text is not available: RuntimeError)"),
+        (Deadly(), "Deadly: (its text is not available: SystemExit)"),
         (
             ExceptionGroup("2", [OSError("ink"), ExceptionGroup("1", [KeyError("day")])]),
             "ExceptionGroup: 2 (2 sub-exceptions): OSError: ink; ExceptionGroup: 1 (1 sub-exception): KeyError: 'day'",
