@@ -27,7 +27,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from postroom._wire.connections import Pool, default_tls
-from postroom._wire.http import Site, Unreachable, lines_of, why_unreachable
+from postroom._wire.http import Garbled, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import error_text, read_retry_after
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
@@ -134,9 +134,8 @@ class HandlerClient:
         except OSError as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
         except Exception as error:  # noqa: BLE001 - anything that a peer can make the event loop raise is a failed call
-            return Answer(
-                None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({clean(error_text(error))})"
-            )
+            why = clean(str(error) if isinstance(error, Garbled) else error_text(error))
+            return Answer(None, "handler_answer_invalid", f"{self.name} did not answer in HTTP: {why}")
 
     def _unreached(self, error: Unreachable) -> Answer:
         """Return why there was no connection; an address that the guard refuses will not become allowed by waiting."""
