@@ -204,13 +204,14 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     Raises `Fatal`: 2 where `name` has another form, with `what` it should name, and 78 where it can't be imported.
     """
     module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
+    if not (module_name and colon and attribute) or module_name.startswith("."):
         raise Fatal(Exit.USAGE, f"{name!r} does not name {what}: pass {example}")
     check_library_is_visible()
     if sys.path[0] != str(Path.cwd()):
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
+        found = getattr(module, attribute, None)  # which a module's `__getattr__` may import
     except (Exception, SystemExit) as error:  # a script without a guard ends itself
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             places = f"it is looked for in {Path.cwd()}, in PYTHONPATH and in {sys.prefix}"
@@ -218,9 +219,10 @@ def load_named(name: str, *, what: str, example: str) -> Any:
         raise Fatal(
             Exit.CONFIG, f"cannot import {module_name}: it raised {located(error)}; correct it there"
         ) from error
-    found = getattr(module, attribute, None)
     if found is None:
-        raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}: look into {module.__file__}")
+        file = getattr(module, "__file__", None)
+        where = f": look into {file}" if file else ", which is a directory or a part of Python: name the module"
+        raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}{where}")
     return found
 
 

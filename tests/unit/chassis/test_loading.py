@@ -65,6 +65,10 @@ def test_a_directory_with_the_librarys_name_and_no_module_hides_nothing(tmp_path
         ("def f():\n    1 / 0\n\n\nf()", "ZeroDivisionError: division by zero ({file}, line 2)"),
         ("import json\njson.loads('x')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
         ("class", "SyntaxError: invalid syntax (shop.py, line 1)"),
+        (
+            "def __getattr__(name):\n    import nowhere",
+            "ModuleNotFoundError: No module named 'nowhere' ({file}, line 2)",
+        ),
     ],
 )
 def test_a_module_that_ends_or_fails_at_its_import_is_refused_with_the_line(
@@ -81,3 +85,14 @@ def test_a_module_that_is_not_there_is_named_with_where_it_was_looked_for(tmp_pa
     said = load(f"{name}:Pricing", tmp_path)
     assert said.startswith(f"78 cannot import {name}: No module named '{name.partition('.')[0]}")
     assert f"it is looked for in {tmp_path}, in PYTHONPATH and in {sys.prefix}: pass module:Agent" in said
+
+
+@pytest.mark.parametrize("name", ["shop", "time"])
+def test_what_a_directory_or_a_built_in_module_lacks_is_looked_for_in_a_module(tmp_path: Path, name: str) -> None:
+    (tmp_path / "shop").mkdir()
+    sentence = f"78 there is no Pricing in {name}, which is a directory or a part of Python: name the module"
+    assert load(f"{name}:Pricing", tmp_path) == f"{sentence}\n"
+
+
+def test_a_relative_name_is_not_one_of_a_module(tmp_path: Path) -> None:
+    assert load(".shop:Pricing", tmp_path) == "2 '.shop:Pricing' does not name an agent: pass module:Agent\n"
