@@ -63,6 +63,8 @@ class Scope:
             ("key", self.key, MAX_KEY),
             ("group", self.group or "", MAX_NAME),
         ):
+            if not isinstance(value, str):
+                raise _invalid(name, f"must be text, not {type(value).__name__}")
             if len(value) > most:
                 raise _invalid(name, f"has {len(value)} characters, at most {most} are allowed")
             if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import asyncpg
 import pytest
@@ -255,10 +256,13 @@ async def test_purging_forgets_what_ended_long_ago_and_nothing_else(bench: Any) 
         (("t", "o" * 256, "k", "g"), "topic"),
         (("t", "o", "\ud800", "g"), "key"),
         (("t", "o", "k" * 513, "g"), "key"),
+        (("t", "o", UUID(int=1), "g"), "key"),
+        (("t", "o", b"k", "g"), "key"),
+        ((None, "o", "k", "g"), "tenant"),
         (("t", "o", "k", ""), "group"),
     ],
 )
-def test_a_name_that_cannot_be_kept_is_refused(names: tuple[str, str, str, str], field: str) -> None:
+def test_a_name_that_cannot_be_kept_is_refused(names: tuple[Any, Any, Any, Any], field: str) -> None:
     with pytest.raises(InvalidMessage) as caught:
         Scope(*names)
     assert (caught.value.problem.field, caught.value.code) == (field, f"invalid_{field}")
