@@ -139,10 +139,10 @@ def absent(where: str) -> NotFound:
     return NotFound.of("registry_absent", detail)
 
 
-def check_process(opened_in: int) -> None:
-    """Raise `RuntimeError` in a process that was forked: the store's thread and connections are its parent's."""
+def check_process(opened_in: int | None) -> None:
+    """Raise `RuntimeError` for a closed store (None), and in a forked process: its connections are the parent's."""
     if opened_in != os.getpid():
-        raise RuntimeError("this registry was opened before a fork: open one in this process")
+        raise RuntimeError("this registry is closed, or was opened before a fork: open one in this process")
 
 
 def unavailable(error: BaseException) -> Unavailable:

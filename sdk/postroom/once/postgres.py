@@ -46,7 +46,7 @@ class PostgresStore(PostgresClaims):
         super().__init__(table("postroom_once.idempotency_keys"), PARTS, self._timed)
         self._pool = pool
         self._owned = owned
-        self._process = os.getpid()
+        self._process: int | None = os.getpid()  # that may use it; None once it is closed
 
     @classmethod
     async def open(cls, url: str, *, create: bool = True) -> Self:
@@ -115,6 +115,7 @@ class PostgresStore(PostgresClaims):
     async def close(self) -> None:
         """See `Store.close`."""
         if self._owned and self._process == os.getpid():
+            self._process = None
             await self._pool.close()
 
     async def _timed(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:

@@ -49,7 +49,7 @@ class SqliteStore(SqliteClaims):
         self._thread = None if path is None else ThreadPoolExecutor(1, thread_name_prefix="idempotency registry")
         self._db: sqlite3.Connection | None = None
         self._opened: os.stat_result | None = None  # its file
-        self._process = os.getpid()
+        self._process: int | None = os.getpid()  # that may use it; None once it is closed
 
     @classmethod
     async def open(cls, path: Path | None, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
@@ -108,6 +108,7 @@ class SqliteStore(SqliteClaims):
             await self._on_thread(db.close)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
+        self._process = None
 
     async def _rows(self, query: str, values: dict[str, Any]) -> list[tuple[Any, ...]]:
         return await self._step(lambda db, _: db.execute(_QUERIES[query], values).fetchall())

@@ -14,6 +14,7 @@ import pytest
 from support.small_disk import run
 
 from embedded.processes import tethered
+from postroom.once import Scope, open_registry
 
 WORKER = Path(__file__).parents[2] / "support" / "once_worker.py"
 SHORT, LONG = "1", "60"  # seconds of a lease
@@ -145,8 +146,15 @@ asyncio.run(main())
 
 
 async def test_a_forked_process_is_told_to_open_a_registry_of_its_own(place: str) -> None:
-    refused = "this registry was opened before a fork: open one in this process"
+    refused = "this registry is closed, or was opened before a fork: open one in this process"
     assert await run(sys.executable, "-c", FORKED, place) == ["True", refused, "0 True False"]
+
+
+async def test_a_registry_that_was_closed_does_not_say_to_try_again(place: str) -> None:
+    async with open_registry(place) as registry:
+        pass
+    with pytest.raises(RuntimeError, match="this registry is closed, or was opened before a fork"):
+        await registry.begin(Scope("acme", "orders", "k-1"))
 
 
 async def _goes_on(process: asyncio.subprocess.Process) -> list[str]:
