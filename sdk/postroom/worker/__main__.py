@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from postroom._wire.retry import error_text
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import end_within
 
@@ -143,14 +144,19 @@ def _replay(options: argparse.Namespace) -> None:
             raise Fatal(
                 Exit.FAILED, f"{options.database} was altered at {difference}: put a copy from before in its place"
             ) from difference
-    found = {
-        **owner._asdict(),
-        "position": memory.position,
-        "state_hash": memory.state_hash.hex(),
-        "state": memory.state,
-        "shown": str(memory.state),
-    }
-    _answer(found)
+    try:
+        _answer(
+            {
+                **owner._asdict(),
+                "position": memory.position,
+                "state_hash": memory.state_hash.hex(),
+                "state": memory.state,
+                "shown": str(memory.state),
+            }
+        )
+    except Exception as error:
+        detail = f"the state of {options.agent} cannot be written as text: {error_text(error)}"
+        raise Fatal(Exit.FAILED, f"{detail}; its hash is {memory.state_hash.hex()}") from error
 
 
 def _answer(found: object) -> None:

@@ -203,6 +203,33 @@ async def test_what_an_agent_published_is_published_again_by_hand(command_line: 
     assert logged[3] == "an older copy"
 
 
+SILENT = """
+from counting_agent import Counter as Counting
+
+class State(int):
+    def __str__(self):
+        raise LookupError("no text")
+
+class Counter(Counting):
+    name = "counter"
+
+    def apply(self, state, event):
+        return State(super().apply(state, event))
+"""
+
+
+async def test_a_state_that_has_no_text_is_said_so_with_its_hash(command_line: CommandLine, tmp_path: Path):
+    (tmp_path / "silent.py").write_text(SILENT)
+    command_line.environment["PYTHONPATH"] += f":{tmp_path}"
+    await command_line.command("c-1")
+    async with command_line.running():
+        await command_line.settled()
+    state_hash = json.loads((await command_line.run("replay", AGENT, "--json")).output)["state_hash"]
+    replayed = await command_line.run("replay", "silent:Counter")
+    sentence = "the state of silent:Counter cannot be written as text: LookupError: no text"
+    assert (replayed.code, replayed.said) == (1, f"postroom: {sentence}; its hash is {state_hash}\n")
+
+
 async def test_a_store_that_is_not_there_cannot_be_published_again(command_line: CommandLine):
     ended = await command_line.run("republish", AGENT, "--since", "2026-01-31", "--reason", "x", "--yes")
     assert "there is no event store" in ended.said
