@@ -13,7 +13,7 @@ from typing import Final
 
 from embedded.server import socket_directory
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory, replace_private
+from postroom.chassis.ownership import is_there, private_directory, replace_private
 
 MESH: Final = "demo"
 SENDER: Final = "alice"  # the member whose token the daemon has
@@ -96,14 +96,14 @@ class Layout:
 
     def wipe(self) -> None:
         """Remove the state directory; one that no stack made is refused."""
-        if not self.state.exists():
+        if not is_there(self.state):
             return
         self.check()
         shutil.rmtree(self.state)
 
     def check(self) -> None:
         """Refuse a directory that no stack made."""
-        if not (self.state / _MARK).exists():
+        if not is_there(self.state / _MARK):
             raise Fatal(
                 Exit.NOT_FOUND, f"`postroom up` has no files in {self.state}: name its directory with --state DIR"
             )

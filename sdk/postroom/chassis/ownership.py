@@ -38,6 +38,18 @@ def this_user() -> str:
     return _name(os.getuid())
 
 
+def is_there(path: Path) -> bool:
+    """Return whether something has this path; raises `OSError` where this process may not know.
+
+    `Path.exists` has answered False then since Python 3.14.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def private_directory(directory: Path, *, may_be_anothers: bool = False) -> None:
     """Create a directory for this user alone (0700); missing parents are created so that only this user may write.
 

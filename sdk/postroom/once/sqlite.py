@@ -20,6 +20,7 @@ import msgspec
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
+from postroom.chassis.ownership import is_there
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
 from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
 from postroom.once.model import (
@@ -161,7 +162,7 @@ class SqliteStore(SqliteClaims):
             self._db = sqlite3.connect(":memory:", isolation_level=None)
             _SCHEMA.migrate(self._db, Path(":memory:"))
             return self._db
-        if not create and not self._path.exists():
+        if not create and not is_there(self._path):
             raise absent(str(self._path))
         self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
         self._opened = self._path.stat()

@@ -13,6 +13,7 @@ from postroom.chassis.ownership import (
     check_private,
     create_private,
     hand_over,
+    is_there,
     open_private,
     private_directory,
     refuse_link,
@@ -29,6 +30,20 @@ def test_a_file_is_given_to_the_owner_of_its_directory(tmp_path: Path) -> None:
         hand_over(file.fileno(), directory)
     owner, given = directory.stat(), (directory / "file").stat()
     assert (given.st_uid, given.st_gid) == (owner.st_uid, owner.st_gid)
+
+
+def test_what_may_not_be_looked_at_is_not_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert is_there(tmp_path)
+    assert not is_there(tmp_path / "absent")
+    assert not is_there(tmp_path / "file" / "below")
+
+    def refuse(path: Path, **_: object) -> None:  # root may look at everything
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(PermissionError):
+        is_there(tmp_path / "file")
 
 
 def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from postroom._wire.trace import Step, Story, Wait, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import located
-from postroom.chassis.ownership import this_user
+from postroom.chassis.ownership import is_there, this_user
 from postroom.chassis.sqlite import in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
@@ -258,7 +258,7 @@ def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
 
 
 async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
-    if not database.is_file():  # noqa: ASYNC240 - before anything else runs; a pipe would hold it up
+    if not (is_there(database) and database.is_file()):  # noqa: ASYNC240 - before anything else runs; a pipe would hold it up
         raise Fatal(Exit.NOT_FOUND, f"there is no event store {database}")
 
     def owned(db: sqlite3.Connection) -> T:
