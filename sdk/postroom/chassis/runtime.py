@@ -62,7 +62,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(main)
         except SystemExit as error:
             detail = f"a task or a callback that users' code left behind raised {located(error)}"
-            raise Fatal(Exit.FAILED, f"{detail}: await it where it was begun, and handle its error") from error
+            raise Fatal(Exit.FAILED, f"{detail}: correct it there, and await what is begun") from error
 
 
 def spare_descriptors() -> int:

@@ -156,7 +156,7 @@ def _replay(options: argparse.Namespace) -> None:
         )
     except Exception as error:
         detail = f"the state of {options.agent} cannot be written as text: {error_text(error)}"
-        raise Fatal(Exit.FAILED, f"{detail}; its hash is {memory.state_hash.hex()}") from error
+        raise Fatal(Exit.FAILED, f"{detail}; its hash is {memory.state_hash.hex()}; correct its class") from error
 
 
 def _answer(found: object) -> None:

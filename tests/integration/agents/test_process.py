@@ -227,7 +227,7 @@ async def test_a_state_that_has_no_text_is_said_so_with_its_hash(command_line: C
     state_hash = json.loads((await command_line.run("replay", AGENT, "--json")).output)["state_hash"]
     replayed = await command_line.run("replay", "silent:Counter")
     sentence = "the state of silent:Counter cannot be written as text: LookupError: no text"
-    assert (replayed.code, replayed.said) == (1, f"postroom: {sentence}; its hash is {state_hash}\n")
+    assert (replayed.code, replayed.said) == (1, f"postroom: {sentence}; its hash is {state_hash}; correct its class\n")
 
 
 async def test_a_store_that_is_not_there_cannot_be_published_again(command_line: CommandLine):
