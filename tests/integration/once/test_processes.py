@@ -14,6 +14,7 @@ import pytest
 from support.small_disk import run
 
 from embedded.processes import tethered
+from postroom.claims import Claim
 from postroom.once import Scope, open_registry
 
 WORKER = Path(__file__).parents[2] / "support" / "once_worker.py"
@@ -155,6 +156,15 @@ async def test_a_registry_that_was_closed_does_not_say_to_try_again(place: str) 
         pass
     with pytest.raises(RuntimeError, match="this registry is closed, or was opened before a fork"):
         await registry.begin(Scope("acme", "orders", "k-1"))
+
+
+async def test_a_registry_in_postgres_is_of_one_event_loop(database_url: str) -> None:
+    """As its pool is: a step in the loop of another thread broke a connection, and was told to try again."""
+    scope = Scope("acme", "orders", "k-1")
+    async with open_registry(database_url) as registry:
+        with pytest.raises(RuntimeError, match="belongs to another event loop: open one in this loop"):
+            await asyncio.to_thread(asyncio.run, registry.begin(scope))
+        assert isinstance(await registry.begin(scope), Claim)
 
 
 async def _goes_on(process: asyncio.subprocess.Process) -> list[str]:
