@@ -39,7 +39,7 @@ async def restored(run: Run) -> None:
         try:
             await chain.open()
             await chain.reader_ready()
-            for restore_one in (_older_nats, _older_events, _lost_inbox):
+            for restore_one in (_older_nats, _older_events, _older_inbox, _lost_inbox):
                 await restore_one(run, chain)
                 try:
                     await everything_has_its_effect_once(chain, handler, chain.room.database_url)
@@ -180,8 +180,29 @@ async def _grown(chain: Chain, rows: int) -> bool:
     return len(kept_by_agent(chain.agent_state)) >= rows and await _at_rest(chain)
 
 
+async def _older_inbox(run: Run, chain: Chain) -> None:
+    """Put a reader's older inbox back: it tells, and gets what the copy lacks by itself."""
+    reader, file = chain.programs["reader"], chain.reader_state / "inbox.db"
+    reader.stop()
+    copy = run.place() / file.name
+    shutil.copyfile(file, copy)
+    reader.start()
+    lost = await _send(run, chain.room.socket, TOPIC)
+
+    async def received() -> bool:
+        return lost.keys() <= set(ids_in(chain.reader_state))
+
+    await _until(received, "the reader has what the copy will lack")
+    reader.stop()
+    _put_back(copy, file)
+    reader.start()
+    await _until(received, "the reader has it again")
+    run.check("inbox_older" in reader.log(), "nothing told that the inbox was older")
+    run.struck["older inbox.db"] += 1
+
+
 async def _lost_inbox(run: Run, chain: Chain) -> None:
-    """Remove a reader's inbox, which is what to do rather than put a copy back: it is filled from the history."""
+    """Remove a reader's inbox: it is filled from the history."""
     await _send(run, chain.room.socket, TOPIC)
     reader = chain.programs["reader"]
     before = len(ids_in(chain.reader_state))
