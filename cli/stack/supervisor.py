@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,7 +48,11 @@ def interruptible() -> Iterator[None]:
     """Raise `Interrupted` in the main thread at the first signal; ignore further ones, so that stopping is finished.
 
     Under nohup a closed terminal stays ignored. Ctrl-C does not: scripts start what runs in the background without it.
+    In another thread this does nothing, since no signal reaches one.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     heeded = [number for number in SIGNALS if not (outlives and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _interrupt) for number in heeded}
