@@ -145,7 +145,7 @@ def _replay(options: argparse.Namespace) -> None:
                 Exit.FAILED, f"{options.database} was altered at {difference}: put a copy from before in its place"
             ) from difference
     try:
-        _answer(
+        text = _encoded(
             {
                 **owner._asdict(),
                 "position": memory.position,
@@ -157,10 +157,15 @@ def _replay(options: argparse.Namespace) -> None:
     except Exception as error:
         detail = f"the state of {options.agent} cannot be written as text: {error_text(error)}"
         raise Fatal(Exit.FAILED, f"{detail}; its hash is {memory.state_hash.hex()}; correct its class") from error
+    sys.stdout.write(text)
 
 
 def _answer(found: object) -> None:
-    sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")
+    sys.stdout.write(_encoded(found))
+
+
+def _encoded(found: object) -> str:
+    return msgspec.json.encode(found, enc_hook=str).decode() + "\n"
 
 
 if __name__ == "__main__":

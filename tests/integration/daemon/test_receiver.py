@@ -112,24 +112,28 @@ async def test_a_file_that_fails_is_opened_anew_and_nothing_is_missing(
     assert sorted(ids_in(running.state)) == ["id-1", "id-2", "id-3"]
 
 
-async def test_an_older_copy_of_the_file_is_noticed_and_gets_what_it_lacks(
-    start: Start, js: JetStreamContext, mesh: str
-) -> None:
+async def put_older_back(start: Start, js: JetStreamContext, mesh: str) -> tuple[str, int]:
+    """Put back a copy that lacks two of three messages; returns the file's id and the last position that it gave."""
     running = await start()
     await publish(js, [message(1, mesh=mesh)])
     await running.filed(1)
     await running.stop()
     file = running.state / "inbox.db"
     copy = file.read_bytes()
-
     later = await start()
-    before = later.receiver.opened().id
+    inbox = later.receiver.opened()
     await publish(js, [message(2, mesh=mesh), message(3, mesh=mesh)])
     await later.filed(2)
-    given = (await later.receiver.opened().page(None, None, 10)).messages[-1].position
+    given = (await inbox.page(None, None, 10)).messages[-1].position
     await later.stop()
     file.write_bytes(copy)
+    return inbox.id, given
 
+
+async def test_an_older_copy_of_the_file_is_noticed_and_gets_what_it_lacks(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    before, given = await put_older_back(start, js, mesh)
     with capture_logs() as lines:
         restored = await start()
         await restored.filed(2)
@@ -147,19 +151,7 @@ async def test_a_file_whose_consumer_was_lost_is_refilled_above_all_positions(
     start: Start, js: JetStreamContext, mesh: str
 ) -> None:
     """Nobody knows any more what that had acknowledged, and the file may be an older copy."""
-    running = await start()
-    await publish(js, [message(1, mesh=mesh)])
-    await running.filed(1)
-    await running.stop()
-    file = running.state / "inbox.db"
-    copy = file.read_bytes()
-
-    later = await start()
-    await publish(js, [message(2, mesh=mesh), message(3, mesh=mesh)])
-    await later.filed(2)
-    given = (await later.receiver.opened().page(None, None, 10)).messages[-1].position
-    await later.stop()
-    file.write_bytes(copy)
+    _, given = await put_older_back(start, js, mesh)
     (consumer,) = await js.consumers_info(f"{mesh}_INBOX".upper())
     await js.delete_consumer(f"{mesh}_INBOX".upper(), consumer.name)
 
