@@ -17,11 +17,13 @@ killed, are cleared away by its janitor; what a killed janitor left, by the next
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import itertools
 import os
 import resource
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from support import class_data, session
 from support.databases import create, drop
 from support.janitor import clear_up
-from support.zygote import Zygote, shared
+from support.zygote import Zygote, end_with_parent, shared
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -41,13 +43,16 @@ from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from postroom._wire import spans
 
 _numbers = itertools.count(1)
+_running: set[str] = set()  # the tests that have begun and not ended
+_SECONDS = 300  # that a test may take, unless it is marked with a `timeout` of its own
+_STANDARD_ERROR = pytest.StashKey[int]()  # what pytest takes away while a test runs
 _DESCRIPTORS = 8192
 _SPARK = "spark"  # the folder
 _PAGES = "tests/acceptance/test_docs.py"  # each page has a mail room of its own
 _JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {class_data.SHAPE} -XX:SharedArchiveFile={class_data.ARCHIVE} -Xlog:disable"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Raise the usual limit of 1024 open files, since a test is often both ends of its connections.
 
     A shell starts what runs in the background with Ctrl-C ignored, and what that starts inherits it. With a handler
@@ -60,6 +65,8 @@ def pytest_configure() -> None:
 
     An error is logged as in our programs: structlog by itself would print the values of each frame too, which takes
     seconds where one is a large message.
+
+    Who ends a run is told which tests had not ended, and no worker finishes its own first.
     """
     *processors, _ = structlog.get_config()["processors"]
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -67,11 +74,54 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    config.stash[_STANDARD_ERROR] = os.dup(2)
+    if hasattr(config, "workerinput"):
+        end_with_parent()
+    else:
+        signal.signal(signal.SIGTERM, partial(_name_what_runs, config))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
     os.environ.setdefault("JAVA_TOOL_OPTIONS", _JAVA_OPTIONS)
     settings.register_profile("untimed", deadline=None, suppress_health_check=list(HealthCheck))
     settings.load_profile("untimed")
+
+
+def _name_what_runs(config: pytest.Config, number: int, _: object) -> None:
+    os.write(config.stash[_STANDARD_ERROR], "\n".join(["", "ended while these ran:", *sorted(_running), ""]).encode())
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _running.add(nodeid)
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _running.discard(nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process of a test that takes too long, and say where each of its threads is."""
+    _watch(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Watch the rest of a test that has failed too, which pytest has just put an end to."""
+    if isinstance(node, pytest.Item):
+        _watch(node)
+
+
+def _watch(item: pytest.Item) -> None:
+    """Begin the time anew; it runs in a thread of C, which needs nothing that a test that hangs may hold."""
+    marker = item.get_closest_marker("timeout")
+    if seconds := marker.args[0] if marker else _SECONDS:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_STANDARD_ERROR])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

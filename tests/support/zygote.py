@@ -139,8 +139,13 @@ def main(control: socket.socket) -> None:
             os.close(descriptor)
 
 
-def _become(words: list[str], environment: dict[str, str], directory: str, output: int) -> None:
+def end_with_parent() -> None:
+    """Have the kernel end this process with the thread that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _become(words: list[str], environment: dict[str, str], directory: str, output: int) -> None:
+    end_with_parent()
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     for standard in (1, 2):
