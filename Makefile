@@ -143,7 +143,7 @@ test-monitoring: setup ## each alert provoked under a real Prometheus (apt: prom
 
 # Its first run makes a Debian.
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container, lintian)
-	$(BIN)/pytest -m systemd --timeout 900
+	$(BIN)/pytest -m systemd
 
 $(CONTAINERS): $(STAMP) containers.lock
 	@rm -rf $@

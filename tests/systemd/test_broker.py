@@ -10,7 +10,7 @@ from support.waiting import wait_until
 
 from postroom import AsyncClient
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 TO = "queue:work"
 CONFIG = "/etc/postroom/broker.toml"

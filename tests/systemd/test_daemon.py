@@ -13,7 +13,7 @@ from support.waiting import wait_until
 
 from postroom import AsyncClient, Unavailable, new_id
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 TO = "queue:work"
 PROGRAM = "/opt/postroom/bin/postroom"

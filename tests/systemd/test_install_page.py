@@ -7,7 +7,7 @@ from support.container import booted, host_settings
 from support.guide import EDITOR, commands
 from support.services import start_nats, start_postgres, start_redis
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 TREE = Path(__file__).parents[2]
 JOURNAL = "trap 'test $? = 0 || journalctl --no-pager --output=cat --lines=60 >&2' EXIT"  # what a failed start said

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from postroom import BrokerClient
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 PROGRAM = "/opt/postroom/bin/postroom"
 

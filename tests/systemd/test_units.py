@@ -3,7 +3,7 @@
 import pytest
 from support.container import Machine
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 SERVICES = (
     "postroomd@orders.service",

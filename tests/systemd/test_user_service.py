@@ -8,7 +8,7 @@ from support.container import Machine
 from support.services import Daemon
 from support.waiting import wait_until
 
-pytestmark = pytest.mark.systemd
+pytestmark = [pytest.mark.systemd, pytest.mark.timeout(900)]
 
 PROGRAM = "/opt/postroom/bin/postroom"
 
