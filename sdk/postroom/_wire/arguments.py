@@ -21,7 +21,7 @@ from postroom._wire.words import not_text
 
 Body = str | bytes | bytearray | memoryview | dict[str, Any] | list[Any] | None
 
-_BYTES: Final = (bytes, bytearray, memoryview)
+BYTES: Final = (bytes, bytearray, memoryview)
 _JSON_RULE: Final = (
     "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat()), or encode it "
     "yourself and send the text"
@@ -170,7 +170,7 @@ def encode(request: SendRequest) -> bytes:
         if not isinstance(getattr(request, field), str | None):
             refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)
     named = request.mentions if isinstance(request.mentions, list | tuple | set) else ()
-    if any(isinstance(each, _BYTES) for each in (request.to, request.client_message_id, request.reply_to, *named)):
+    if any(isinstance(each, BYTES) for each in (request.to, request.client_message_id, request.reply_to, *named)):
         refuse("invalid_field", "to, client_message_id, reply_to and mentions must be text, not bytes: decode them")
     if not isinstance(request.meta, dict | None):
         refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")

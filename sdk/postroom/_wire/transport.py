@@ -8,6 +8,7 @@ call, reading and changing.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from postroom._wire.arguments import to_json
+from postroom._wire.arguments import BYTES, plain_scalar
 from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
 from postroom._wire.words import not_text
@@ -359,9 +360,10 @@ class Calls:
 
 
 def _json(value: Any) -> bytes:
-    """Encode the body of a request; refuses what JSON cannot represent: a filter by NaN would match everything."""
+    """Encode the body of a request; refuses what JSON would drop or change: NaN in a filter would match everything."""
     try:
-        return to_json(value)
+        json.dumps(msgspec.to_builtins(value, builtin_types=BYTES, enc_hook=plain_scalar), allow_nan=False)
+        return msgspec.json.encode(value, enc_hook=plain_scalar)
     except UnicodeEncodeError as error:
         raise InvalidMessage.of("invalid_json", f"{not_text(error)}: give text that is") from error
     except (TypeError, ValueError, RecursionError) as error:

@@ -84,9 +84,8 @@ async def test_a_bulk_verb_over_more_rows_than_one_answer_holds_is_about_all_of_
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
-async def test_a_filter_that_json_would_drop_is_refused_instead_of_meaning_every_row(
-    daemon: LoneDaemon, seconds: float
-) -> None:
+async def test_what_json_would_drop_or_change_is_refused(daemon: LoneDaemon, seconds: float) -> None:
+    """A filter without its limit would mean every row, and bytes would become base64."""
     async with AsyncClient(daemon.socket) as client:
         sent = await client.send("topic:orders", "hello")
         with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
@@ -95,6 +94,9 @@ async def test_a_filter_that_json_would_drop_is_refused_instead_of_meaning_every
             await client.resume_relay(reason=REASON, rate_per_second=seconds)
         with pytest.raises(InvalidMessage, match="is not UTF-8 text"):
             await client.act("hold", sent.outbox_id, reason="\ud800")
+        for wrong in ({"reason": b"why"}, {"reason": REASON, "new_client_message_id": b"id"}):
+            with pytest.raises(InvalidMessage, match=r"cannot be written as JSON: .* bytes"):
+                await client.act("requeue", sent.outbox_id, **wrong)
         assert (await client.get(sent.client_message_id)).status == "pending"
 
 
