@@ -98,6 +98,30 @@ def test_an_option_without_a_value_is_a_usage_error(terminal: Terminal, words: t
     assert next(word for word in words if word.startswith("--")).rstrip("=") in ended.sentence()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("outbox list --status pending --state dead", "--status: it is given twice"),
+        ("outbox list --held --not-held", "--held: it is given twice"),
+        ("outbox list --limit 5 --all", "--limit and --all cannot be used together"),
+        ("inbox list --all --limit=5", "--limit and --all cannot be used together"),
+        ("dlq drop --all --consumer a --consumer b --yes", "--consumer: it is given twice"),
+        ("send topic:orders hello --id a --id b", "--id: it is given twice"),
+        ("status --state a --state b", "--state: it is given twice"),
+        ("outbox requeue a --auto --new-client-id b", "--auto and --new-client-id cannot be used together"),
+        ("install-service --user --system", "--user and --system cannot be used together"),
+    ],
+)
+def test_an_option_that_would_count_for_nothing_is_refused(terminal: Terminal, words: str, said: str) -> None:
+    ended = terminal.run(*words.split())
+    assert ended.code == 2
+    assert said in ended.sentence()
+
+
+def test_a_flag_that_is_given_twice_says_the_same(terminal: Terminal) -> None:
+    assert "no broker is configured" in terminal.run("dlq", "list", "--json", "--json").sentence()
+
+
 def test_an_empty_variable_is_one_that_is_not_set(terminal: Terminal) -> None:
     terminal.environment |= {"POSTROOM_BROKER_URL": "", "POSTROOM_MESH": ""}
     assert "no broker is configured" in terminal.run("dlq", "list").sentence()
