@@ -95,8 +95,8 @@ words. An unknown key, a misspelt variable, a wrong type or a value out of range
 process exits with 78. The variables that `postroom up` writes (`POSTROOM_NATS_URL`, `POSTROOM_DATABASE_URL`,
 `POSTROOM_REDIS_URL`, `POSTROOM_MESH`) are the defaults of a broker's, a worker's and an agent's settings: a config
 file and an option override them.
-Paths may begin with `~` and contain variables such as `${{CREDENTIALS_DIRECTORY}}`. Keep secrets in files that only
-their reader may read.
+Paths may begin with `~` and contain variables such as `${{CREDENTIALS_DIRECTORY}}`; `$$` is a dollar sign.
+Keep secrets in files that only their reader may read.
 
 `postroom daemon check` prints the effective settings and tries every dependency.
 

@@ -141,7 +141,7 @@ class BrokerProgram(PageProgram):
         redis = {} if self.stack.redis is None else {"redis_url": self.stack.redis.url}
         return redis | {
             "database_url": self.stack.postgres.url,
-            "admin_token_file": str(self.layout.admin_token_file),
+            "admin_token_file": self.layout.admin_token_file,
             "listen_host": "127.0.0.1",
             "listen_port": self._port(),
             "nats": {"url": self.stack.nats.url},
@@ -173,9 +173,9 @@ class DaemonProgram(Program):
     def _settings(self) -> Mapping[str, Any]:
         return {
             "mesh": MESH,
-            "state_directory": str(self.layout.daemon_directory),
-            "socket": {"path": str(self.layout.socket)},
-            "broker": {"url": self.stack.broker.url, "token_file": str(self.layout.token_file(SENDER))},
+            "state_directory": self.layout.daemon_directory,
+            "socket": {"path": self.layout.socket},
+            "broker": {"url": self.stack.broker.url, "token_file": self.layout.token_file(SENDER)},
             "nats": {"url": self.stack.nats.url},
         }
 
@@ -207,10 +207,16 @@ class WorkerProgram(PageProgram):
 
 
 def toml(settings: Mapping[str, Any]) -> str:
-    """Write settings as TOML: scalars first, then one table for each mapping; a JSON scalar is a TOML one."""
+    """Write settings as TOML: scalars first, then one table for each mapping; a JSON scalar is a TOML one.
+
+    A `$` in a path is doubled: each is the path of that name, whatever variables its reader has.
+    """
     scalars = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
     tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in scalars.items()]
+    lines = [
+        f"{name} = {json.dumps(value, default=lambda path: str(path).replace('$', '$$'))}"
+        for name, value in scalars.items()
+    ]
     return "\n".join([*lines, *(f"\n[{name}]\n{toml(table)}" for name, table in tables.items())])
 
 

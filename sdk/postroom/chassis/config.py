@@ -192,8 +192,9 @@ def _decode(wanted: type, value: Any) -> Any:
             raise ValueError("Expected a path, got an empty text")
         if "\0" in value:
             raise ValueError("Expected a path, got one with a NUL character")
+        text = "$".join(map(os.path.expandvars, value.split("$$")))
         try:
-            return Path(os.path.expandvars(value)).expanduser().absolute()  # users' code may change the directory
+            return Path(text).expanduser().absolute()  # users' code may change the directory
         except RuntimeError as error:  # no such user, or one without a home
             raise ValueError(f"Expected a path, got {value!r}, whose home directory is unknown") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")

@@ -40,6 +40,12 @@ def test_a_file_is_decoded_into_the_types_and_paths_are_expanded(tmp_path, monke
     assert config == Config(mesh="sea", state=Path("/home/ada/x"), limits=Limits(depth=3))
 
 
+def test_a_doubled_dollar_sign_in_a_path_is_one_and_begins_no_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load(Config, write(tmp_path, 'mesh = "sea"\nstate = "$HOME/$$HOME"'), prefix="P_", environ={})
+    assert config.state == Path("/home/ada/$HOME")
+
+
 def test_a_path_stays_where_it_was_though_users_code_changes_the_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load(Config, None, prefix="P_", environ={"P_MESH": "sea", "P_STATE": "state"})

@@ -12,9 +12,12 @@ import pytest
 from support.small_disk import run_on_a_small_disk
 
 from cli import main
+from cli.stack import toml
 from cli.stack.layout import Layout
 from cli.stack.supervisor import last_words
 from cli.up import explain
+from daemon.config import DaemonConfig
+from postroom.chassis.config import load
 from postroom.chassis.exits import Exit
 
 
@@ -27,6 +30,14 @@ def test_the_line_to_copy_works_in_a_directory_with_a_space(tmp_path: Path, caps
     command = to_copy.removesuffix("set up this shell")
     shell = subprocess.run(["sh", "-c", f"{command}; echo $POSTROOM_MESH"], capture_output=True, text=True, check=True)
     assert shell.stdout == "demo\n"
+
+
+def test_a_config_in_a_directory_named_like_a_variable_is_for_that_directory(tmp_path: Path) -> None:
+    state = tmp_path / "a $HOME"
+    settings = {"mesh": "sea", "state_directory": state, "broker": {"url": "http://127.0.0.1:1", "token_file": state}}
+    tmp_path.joinpath("daemon.toml").write_text(toml(settings), "utf-8")
+    config = load(DaemonConfig, tmp_path / "daemon.toml", prefix="P_", environ={})
+    assert config.state_directory == state
 
 
 @pytest.mark.parametrize(
