@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,7 +79,7 @@ class Layout:
                         Exit.CONFIG,
                         f"{self.state} was made by another version of Postroom, whose tables differ "
                         f"({', '.join(other)}): start in another directory with --state DIR, or remove this one, with "
-                        f"every message in it, by `postroom down --wipe --state {self.state}`",
+                        f"every message in it, by `postroom down --wipe --state {shlex.quote(str(self.state))}`",
                     )
             replace_private(mark, f"{json.dumps(tables)}\n")
             if os.geteuid() == 0:

@@ -86,13 +86,13 @@ def test_a_state_directory_of_another_user_is_said_to_need_an_account_that_may(
 def test_a_state_directory_with_other_tables_is_refused_and_says_what_to_do(
     tmp_path: Path, before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = Layout(tmp_path / "state")
+    layout = Layout(tmp_path / "its state")
     layout.create()
     (layout.state / "postroom-up").write_text(before)
     assert main.run(["up", "--state", str(layout.state)]) == Exit.CONFIG
     said = capsys.readouterr().err
     assert "outbox/schema.sql" in said
-    assert f"`postroom down --wipe --state {layout.state}`" in said
+    assert f"`postroom down --wipe --state '{layout.state}'`" in said
     assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.OK
     layout.create()
 
