@@ -64,8 +64,11 @@ class Layout:
     def create(self) -> None:
         """Make the directory and mark it as a stack's.
 
-        One that holds anything else, or other tables (docs/contract/operate.md#operate-54), is refused.
+        One that holds anything else, or other tables (docs/contract/operate.md#operate-54), is refused, and so is one
+        whose name Postgres cannot use.
         """
+        if {"\n", "\r"} & set(str(self.state)):
+            raise Fatal(Exit.USAGE, f"{str(self.state)!r} has a line break in its name: choose another directory")
         mark = self.state / _MARK
         try:
             private_directory(self.state)

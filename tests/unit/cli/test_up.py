@@ -68,6 +68,15 @@ def test_a_file_in_the_place_of_the_state_directory_is_said_to_be_one(
     assert f"cannot use the state directory {tmp_path / 'file'}" in capsys.readouterr().err
 
 
+def test_a_state_directory_with_a_line_break_in_its_name_is_refused_before_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "new\nline"
+    assert main.run(["up", "--state", str(state)]) == Exit.USAGE
+    assert "has a line break in its name" in capsys.readouterr().err
+    assert not state.exists()
+
+
 @pytest.mark.parametrize("verb", ["up", "down", "top"])
 def test_a_state_directory_of_another_user_is_said_to_need_an_account_that_may(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
