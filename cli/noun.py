@@ -37,7 +37,7 @@ _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:/s)?")
 _MOST_SECONDS: Final = 100 * 365.25 * 86400  # beyond a hundred years it is a slip of the pen
 MAX_ID: Final = 128  # characters
 MAX_LINE: Final = 64 * 1024  # bytes of one line of standard input
-_NOT_BOTH: Final = ({"everything", "limit"}, {"auto", "new_client_id"}, {"user", "system"})  # options that contradict
+_NOT_BOTH: Final = ({"auto", "new_client_id"}, {"user", "system"})  # options that contradict
 _MAY_BE_EMPTY: Final = ("tenant", "topic", "group")  # options: these parts of a key of `once` may be
 
 

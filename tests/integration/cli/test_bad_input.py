@@ -103,8 +103,6 @@ def test_an_option_without_a_value_is_a_usage_error(terminal: Terminal, words: t
     [
         ("outbox list --status pending --state dead", "--status: it is given twice"),
         ("outbox list --held --not-held", "--held: it is given twice"),
-        ("outbox list --limit 5 --all", "--limit and --all cannot be used together"),
-        ("inbox list --all --limit=5", "--limit and --all cannot be used together"),
         ("dlq drop --all --consumer a --consumer b --yes", "--consumer: it is given twice"),
         ("send topic:orders hello --id a --id b", "--id: it is given twice"),
         ("status --state a --state b", "--state: it is given twice"),
