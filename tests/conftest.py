@@ -92,6 +92,7 @@ def _name_what_runs(config: pytest.Config, number: int, _: object) -> None:
     signal.raise_signal(number)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logstart(nodeid: str) -> None:
     _running.add(nodeid)
 

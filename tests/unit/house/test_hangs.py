@@ -51,21 +51,20 @@ def run(tmp_path: Path, name: str) -> subprocess.Popen[str]:
     ],
 )
 def test_a_test_that_hangs_is_ended_and_named_with_its_place(tmp_path: Path, name: str, place: str) -> None:
-    running = run(tmp_path, name)
-    said, _ = running.communicate(timeout=50)
+    with run(tmp_path, name) as running:
+        said, _ = running.communicate()
     assert running.returncode == 1
     assert f"crashed while running 'test_hanging.py::{name}'" in said
     assert f"in {place}\n" in said
 
 
 def test_a_run_that_is_ended_names_the_tests_that_ran(tmp_path: Path) -> None:
-    running = run(tmp_path, "test_that_may_take_all_day")
-    assert running.stdout is not None
     begun = "test_hanging.py::test_that_may_take_all_day"
-    said = ""
-    while begun not in said and (more := running.stdout.read(1)):
-        said += more
-    running.terminate()
-    assert begun in running.stdout.read()
-    assert running.wait() == -signal.SIGTERM
-    running.stdout.close()
+    with run(tmp_path, "test_that_may_take_all_day") as running:
+        assert running.stdout is not None
+        said = ""
+        while begun not in said and (more := running.stdout.read(1)):
+            said += more
+        running.terminate()
+        assert begun in running.stdout.read()
+    assert running.returncode == -signal.SIGTERM
