@@ -37,7 +37,6 @@ _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:/s)?")
 _MOST_SECONDS: Final = 100 * 365.25 * 86400  # beyond a hundred years it is a slip of the pen
 MAX_ID: Final = 128  # characters
 MAX_LINE: Final = 64 * 1024  # bytes of one line of standard input
-_NOT_BOTH: Final = ({"auto", "new_client_id"}, {"user", "system"})  # options that contradict
 _MAY_BE_EMPTY: Final = ("tenant", "topic", "group")  # options: these parts of a key of `once` may be
 
 
@@ -269,8 +268,7 @@ class NounGroup(TyperGroup):
 class VerbCommand(TyperCommand):
     """A verb; it refuses an empty value, as of a script's variable that is not set: `--state ""` would be here.
 
-    It also refuses what would count for nothing: the first value of an option that takes one, and one of two options
-    that contradict each other.
+    It also refuses a second value of an option that takes one: the first would count for nothing.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -284,17 +282,13 @@ class VerbCommand(TyperCommand):
             values = given.get(option.name or "")
             if not isinstance(option, TyperOption):
                 continue
-            says_once = not option.multiple and not (option.is_flag and not option.secondary_opts)
-            if says_once and order.count(option) > 1:
+            repeatable = option.multiple or (option.is_flag and not option.secondary_opts)
+            if order.count(option) > 1 and not repeatable:
                 raise typer.BadParameter("it is given twice: give it once", ctx=ctx, param_hint=option.opts[0])
             if option.name in _MAY_BE_EMPTY:
                 continue
             if "" in (values if isinstance(values, list) else [values]):
                 raise typer.BadParameter("it is empty: give a value, or omit it", ctx=ctx, param_hint=option.opts[0])
-        for pair in _NOT_BOTH:
-            if pair <= given.keys():
-                words = " and ".join(option.opts[0] for option in self.params if option.name in pair)
-                raise typer.BadParameter(f"{words} cannot be used together: omit one", ctx=ctx)
         return super().parse_args(ctx, args)
 
 

@@ -181,8 +181,9 @@ def requeue(
     meant: Rows,
 ) -> None:
     """Requeue rows, perhaps one under an id or with a message that is given."""
-    del auto  # what happens without --new-client-id
     change, wanted = meant.change, chosen_ids([*(ids or ()), *([row] if row is not None else ())])
+    if auto and new_client_id is not None:
+        raise Fatal(Exit.USAGE, "--auto and --new-client-id cannot be used together: omit one")
     changed = new_client_id is not None or patch_payload is not None
     if changed and (len(wanted) != 1 or change.everything or change.dry_run):
         raise Fatal(

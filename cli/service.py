@@ -97,6 +97,8 @@ def install_service(
     dry_run: DryRun = False,
 ) -> None:
     """Write the systemd units for this installation, and show what to do next; nothing is started."""
+    if user and system:
+        raise typer.BadParameter("--user and --system cannot be used together: omit one")
     for_system = system or (not user and os.geteuid() == 0)
     scope = SYSTEM if for_system else user_scope()
     prefix = Path(sys.prefix)

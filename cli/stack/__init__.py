@@ -211,12 +211,13 @@ def toml(settings: Mapping[str, Any]) -> str:
 
     A `$` in a path is doubled: each is the path of that name, whatever variables its reader has.
     """
-    scalars = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    scalars = {
+        name: str(value).replace("$", "$$") if isinstance(value, Path) else value
+        for name, value in settings.items()
+        if not isinstance(value, Mapping)
+    }
     tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
-    lines = [
-        f"{name} = {json.dumps(value, default=lambda path: str(path).replace('$', '$$'))}"
-        for name, value in scalars.items()
-    ]
+    lines = [f"{name} = {json.dumps(value)}" for name, value in scalars.items()]
     return "\n".join([*lines, *(f"\n[{name}]\n{toml(table)}" for name, table in tables.items())])
 
 
