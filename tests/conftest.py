@@ -34,7 +34,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from support import class_data, session
 from support.databases import create, drop
-from support.janitor import clear_up
+from support.janitor import remove
 from support.zygote import Zygote, end_with_parent, shared
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -179,7 +179,7 @@ def short_directory(session_directory: Path) -> Iterator[Path]:
     directory = session_directory / str(next(_numbers))
     directory.mkdir(mode=0o711)
     yield directory
-    clear_up(directory)  # also of what a test that failed has left running there
+    remove(directory)  # with what a test that failed has left running there
 
 
 @pytest.fixture(scope="session")

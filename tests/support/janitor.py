@@ -34,13 +34,15 @@ def clearing_up(directory: Path) -> Iterator[None]:
 
 
 def clear_up(directory: Path) -> None:
-    """End every process that lives below the directory and every supervisor there, and remove the directory.
-
-    A supervisor takes its programs along. A shell that went on would start another one.
-    """
+    """End every process that lives below the directory, then `remove` it: a shell would start another supervisor."""
     while living := _living_in(directory):
         for process in living:
             process.end(*_STEPS)
+    remove(directory)
+
+
+def remove(directory: Path) -> None:
+    """End every supervisor below the directory, which takes its programs along, and remove the directory."""
     for file in directory.rglob("up.pid"):
         supervisor = ProcessIdentity.read(file)
         if supervisor is not None:
