@@ -49,7 +49,7 @@ class DeadLetters:
         query = decode_query(request, LettersQuery)
         wanted = msgspec.convert(query, LetterFilter, from_attributes=True)
         async with self._opened(request, own_mesh(request[PRINCIPAL], query.mesh)) as (letters, unread):
-            found, next_cursor = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
+            found, next_cursor, _ = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
         return _page(found, next_cursor, unread)
 
     async def causes(self, request: web.Request) -> web.Response:
@@ -90,8 +90,9 @@ class DeadLetters:
             async with self._opened(request, mesh) as (letters, unread):
                 if unread is not None and EFFECTS[verb] is not None:
                     raise PostroomError(unread)
-                found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
-                done, failed = list[Letter](), list[Failure]()
+                found, next_cursor, missing = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
+                done = list[Letter]()
+                failed = [Failure(id=id_, problem=error.problem) for id_, error in missing.items()]
                 if asked.dry_run:
                     done = [_shown(stored) for stored in found]
                 else:

@@ -203,6 +203,16 @@ def test_a_replay_after_a_fix_is_processed_once_under_a_fresh_id(station: Statio
     assert station.letters() == []
 
 
+def test_a_letter_that_was_settled_meanwhile_keeps_no_other(station: Station) -> None:
+    station.bury("a", "b", "c")
+    station.user.run("dlq", "drop", "a", "--yes", "--reason", "another operator")
+    dropped = station.user.run("dlq", "drop", "a", "b", "c", "--yes", "--reason", "a test")
+    assert (dropped.code, dropped.out) == (1, "2 dropped, 1 failed\n")
+    assert "a: there is no dead letter 'a'" in dropped.err
+    assert station.letters() == []
+    assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "again").code == 3
+
+
 def test_a_second_replay_finds_nothing_to_send(station: Station) -> None:
     station.bury("a")
     (letter,) = station.letters()

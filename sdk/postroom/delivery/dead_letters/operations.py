@@ -119,6 +119,14 @@ class StoredLetter(NamedTuple):
         )
 
 
+class StoredPage(NamedTuple):
+    """Some letters, oldest first, where the next page begins, if there is one, and why ids name none, by the ids."""
+
+    letters: list[StoredLetter]
+    next_cursor: str | None = None
+    missing: Mapping[str, PostroomError] = MappingProxyType({})
+
+
 class LetterOperations:
     """The dead letters of one context, for an operator."""
 
@@ -147,20 +155,22 @@ class LetterOperations:
 
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
         """Return the letters that the filter selects, oldest first; raises `NotFound` for an unknown id."""
-        found, _ = await self.page(wanted, payloads=payloads)
-        return found
+        page = await self.page(wanted, payloads=payloads)
+        for error in page.missing.values():
+            raise error
+        return page.letters
 
     async def page(
         self, wanted: LetterFilter, *, payloads: bool = False, cursor: str | None = None, limit: int = sys.maxsize
-    ) -> tuple[list[StoredLetter], str | None]:
-        """Return `limit` of them from `cursor` on, and where the next page begins, if there is one.
+    ) -> StoredPage:
+        """Return `limit` of them from `cursor` on; what ids are missing is said without a cursor.
 
         Record and stream are read from there on, and only as far as the page goes. Where all letters are named by their
         places, nothing else is read.
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
-            return named, None
-        moment, found = datetime.now(UTC), []
+            return StoredPage(named)
+        moment, found = datetime.now(UTC), list[StoredLetter]()
         async with aclosing(self._read(_START if cursor is None else _place(cursor), payloads=payloads)) as letters:
             async for stored in letters:
                 if stored.matches(wanted, moment):
@@ -168,19 +178,21 @@ class LetterOperations:
                     if len(found) > limit and wanted.ids is None:
                         break
         known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
-        for missing in sorted((wanted.ids or frozenset()) - known) if cursor is None else ():
-            raise letter_not_found(missing) if self._js else no_nats(f"looking for the dead letter {missing}")
+        missing: dict[str, PostroomError] = {
+            id_: letter_not_found(id_) if self._js else no_nats(f"looking for the dead letter {id_}")
+            for id_ in (sorted((wanted.ids or frozenset()) - known) if cursor is None else ())
+        }
         if len(found) <= limit:
-            return found, None
+            return StoredPage(found, None, missing)
         at, streamed, number = found[limit - 1].key
-        return found[:limit], f"{(at - _EPOCH) // _MICROSECOND}-{int(streamed)}-{number}"
+        return StoredPage(found[:limit], f"{(at - _EPOCH) // _MICROSECOND}-{int(streamed)}-{number}", missing)
 
     async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
         """Return the causes of the oldest `most` letters, the most frequent first, and whether there are more letters.
 
         Messages that another program put into the stream have no cause.
         """
-        found, more = await self.page(LetterFilter(), limit=most)
+        found, more, _ = await self.page(LetterFilter(), limit=most)
         causes: dict[tuple[str, str, str], LetterCause] = {}
         for stored in found:
             if (letter := stored.letter) is not None:
