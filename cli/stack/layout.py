@@ -99,11 +99,20 @@ class Layout:
             ) from error
 
     def wipe(self) -> None:
-        """Remove the state directory; one that no stack made is refused."""
+        """Remove the state directory, also behind a link; one that no stack made is refused.
+
+        Of a mount point what is in it is removed. The mark goes last, so that what was interrupted can be repeated.
+        """
         if not is_there(self.state):
             return
         self.check()
-        shutil.rmtree(self.state)
+        state = self.state.resolve()
+        for entry in sorted(state.iterdir(), key=lambda entry: entry.name == _MARK):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        if self.state.is_symlink():
+            self.state.unlink()
+        if not state.is_mount():
+            state.rmdir()
 
     def check(self) -> None:
         """Refuse a directory that no stack made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -104,6 +105,32 @@ def test_a_state_directory_with_other_tables_is_refused_and_says_what_to_do(
     assert f"`postroom down --wipe --state '{layout.state}'`" in said
     assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.OK
     layout.create()
+
+
+def test_a_state_directory_behind_a_link_is_removed_with_the_link(tmp_path: Path) -> None:
+    link, elsewhere = tmp_path / "link", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    Layout(link).create()
+    assert main.run(["down", "--wipe", "--yes", "--state", str(link)]) == Exit.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removal_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(tmp_path / "state")
+    layout.create()
+
+    def interrupt(directory: Path) -> None:
+        for entry in directory.iterdir():
+            if entry.is_file():
+                entry.unlink()
+        raise OSError(errno.EIO, "Input/output error", str(directory))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupt)
+        assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.IO_ERROR
+    assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.OK
+    assert not layout.state.exists()
 
 
 def test_a_state_directory_gets_the_tables_that_a_later_version_adds(tmp_path: Path) -> None:
