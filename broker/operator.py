@@ -16,6 +16,7 @@ from nats.js import JetStreamContext
 
 from broker.authentication import PRINCIPAL, any_mesh
 from broker.database import QUERIES, Database
+from broker.limiter import Breaker
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
 from postroom.chassis.postgres import Connection
@@ -29,7 +30,8 @@ WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and of one that 
 OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # their keys begin with the mesh
 NATS_UNREACHABLE: Final = "nats_unreachable"
 PATIENCE: Final = 5.0  # seconds that a change waits for NATS
-BRIEFLY: Final = 1.0  # seconds that an overview does
+BRIEFLY: Final = 1.0  # seconds that an overview does, and whatever is asked soon after it did not answer
+_SILENT: Final = 10.0  # seconds that is soon: the pages of a long list come one after the other
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -40,19 +42,25 @@ class Nats:
 
     def __init__(self, settings: NatsSettings | None) -> None:
         self._settings = settings
+        self._breaker = Breaker(failures=1, rest_seconds=_SILENT)
 
     @asynccontextmanager
     async def opened(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Problem | None]]:
-        """Lend a connection, or else the problem why none could be opened within `patience` seconds."""
+        """Lend a connection, or else the problem why none could be opened within `patience` seconds, or briefly."""
         if self._settings is None:
             sentence = "the broker has no NATS configured, so what is in streams alone is missing: set its nats.url"
             yield None, Unavailable.of("nats_not_configured", sentence).problem
             return
+        patient = patience > BRIEFLY and self._breaker.may_try()
+        patience = patience if patient else min(patience, BRIEFLY)
         try:
             nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
         except PostroomError as error:
+            if patient:
+                self._breaker.failed()
             yield None, Unavailable.of(NATS_UNREACHABLE, str(error), retryable=error.retryable).problem
             return
+        self._breaker.succeeded()
         try:
             yield nats.jetstream(), None
         finally:

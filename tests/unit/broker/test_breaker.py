@@ -1,10 +1,13 @@
-"""The breaker gives a failing Redis a rest, and lets one caller at a time try again."""
+"""The breaker gives a failing Redis, or NATS, a rest, and lets one caller at a time try again."""
 
 from __future__ import annotations
 
 import pytest
 
 from broker.limiter import Breaker
+from broker.operator import BRIEFLY, PATIENCE, Nats
+from postroom.delivery.settings import NatsSettings
+from postroom.errors import Unavailable
 
 
 class Clock:
@@ -61,3 +64,19 @@ def test_an_answer_ends_it_all(breaker: Breaker, clock: Clock) -> None:
 
     assert [breaker.may_try() for _ in range(3)] == [True, True, True]
     assert not breaker.failing
+
+
+async def test_a_nats_that_did_not_answer_is_soon_asked_again_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+
+    async def refuse(*_: object, patience: float, **__: object) -> None:
+        waited.append(patience)
+        raise Unavailable.of("nats_unreachable", "no")
+
+    monkeypatch.setattr("broker.operator.connect", refuse)
+    nats = Nats(NatsSettings(url="nats://127.0.0.1:1"))
+    for _ in range(3):  # the pages of a long list
+        async with nats.opened(PATIENCE) as (js, unread):
+            assert (js, unread is None) == (None, False)
+
+    assert waited == [PATIENCE, BRIEFLY, BRIEFLY]
