@@ -93,17 +93,15 @@ def send_one(
         try:
             row = client.wait(message_id, wait)
         except KeyboardInterrupt:
-            how_far = f"`postroom outbox inspect {message_id}` shows how far it is"
+            how_far = f"`postroom outbox inspect {result.outbox_id}` shows how far it is"
             note(f"{message_id} is kept, and the daemon keeps trying: {how_far}")
             raise
         json_line(row) if as_json else line(f"{message_id} {row.status}")
         if row.status in {"dead", "aborted"}:
             why = row.last_error or "an operator retired it"
-            raise Fatal(Exit.FAILED, f"{message_id} is {row.status}: {why}; see `postroom trace {message_id}`")
+            raise Fatal(Exit.FAILED, f"{message_id} is {row.status}: {why}; see `postroom trace {row.id}`")
         if row.status != "done":
-            raise Fatal(
-                Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: see `postroom trace {message_id}`"
-            )
+            raise Fatal(Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: see `postroom trace {row.id}`")
 
     with_daemon(socket, work)
 

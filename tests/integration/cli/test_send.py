@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -231,6 +232,12 @@ def test_waiting_ends_with_the_rows_state(terminal: Terminal) -> None:
     assert "is kept" in sent.sentence()
 
 
+def test_the_command_that_helps_can_be_pasted_whatever_the_id(terminal: Terminal) -> None:
+    sent = terminal.run("send", "topic:orders", "hello", "--id", "-a", "--wait", "--timeout", "1s")
+    (helps,) = re.findall("`postroom (.*)`", sent.sentence())
+    assert "client_message_id" in terminal.run(*helps.split(), "--json").out
+
+
 async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directory: Path) -> None:
     path, waiting, stop = short_directory / "d.sock", asyncio.Event(), asyncio.Event()
 
@@ -258,7 +265,7 @@ async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directo
         await runner.cleanup()
     assert (running.returncode, out) == (130, b"")
     assert err.decode().splitlines() == [
-        "a is kept, and the daemon keeps trying: `postroom outbox inspect a` shows how far it is",
+        "a is kept, and the daemon keeps trying: `postroom outbox inspect row` shows how far it is",
         "postroom: interrupted",
     ]
 
