@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import coloured, fold_command, folded, json_line, printable
+from cli.output import coloured, fold_command, folded, json_line, note, printable
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import ago, counted
@@ -34,6 +34,9 @@ def show_status(place: Place, *, as_json: bool, hour: bool = False) -> None:
         things = sight.minutes if hour else (*sight.processes, *sight.programs, *sight.consumers, *sight.troubles)
         for thing in things:
             json_line(thing)
+        troubles = [f"{trouble.thing}: {trouble.what}" for trouble in sight.troubles] if hour else []
+        for said in (*troubles, *sight.unseen):
+            note(said)
     else:
         for text in Screen().hour(sight) if hour else Screen().installation(sight):
             sys.stdout.write(text + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.installation import Place, Sight, _answer, parse_status
-from cli.screen import Screen
+from cli.screen import Screen, show_status
 from postroom._wire.jobs import JobCounts
 from postroom._wire.programs import Program, ProgramPart, Trouble
 from postroom.errors import TryAgain
@@ -85,6 +85,18 @@ def test_what_could_not_be_asked_is_in_brackets() -> None:
     sight = Sight(unseen=["the broker was not asked"])
     assert list(Screen().installation(sight))[-1] == "(the broker was not asked)"
     assert list(Screen().hour(sight))[-1] == "(the broker was not asked)"
+
+
+def test_why_an_hour_has_no_minutes_is_said_beside_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def look(*_: object, **__: object) -> Sight:
+        return Sight(troubles=[Trouble("the broker", "no answer", "postroom doctor", "down")], unseen=["consumers: no"])
+
+    monkeypatch.setattr("cli.screen.look", look)
+    with pytest.raises(SystemExit, match="69"):
+        show_status(Place(), as_json=True, hour=True)
+    assert capsys.readouterr() == ("", "the broker: no answer\nconsumers: no\n")
 
 
 async def test_a_broker_that_cannot_answer_says_nothing_of_the_server_that_it_was_asked_about() -> None:
