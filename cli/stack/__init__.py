@@ -37,6 +37,7 @@ QUEUE: Final = "work"
 _PLAIN: Final = re.compile(r"[\w@%+=:,./?-]+")  # what a shell takes as it is in an assignment
 _PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, so that a port stays free for its owner
 _TRIES: Final = 100
+_WRITTEN: Final = "# `postroom up` writes this file at every start: what is changed here is lost then."
 _PROBE_SECONDS: Final = 2.0
 _BACKLOG: Final = re.compile(r'^postroom_worker_backlog_messages\{source="([^"]*)"\} (\S+)$', re.MULTILINE)
 
@@ -66,7 +67,7 @@ class Program(EmbeddedServer):
         return self.directory / f"{self.name}.toml"
 
     def _prepare(self) -> None:
-        replace_private(self.config_file, f"{toml(self._settings())}\n")
+        replace_private(self.config_file, f"{_WRITTEN}\n{toml(self._settings())}\n")
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of every server, with the variables of OpenTelemetry."""

@@ -98,6 +98,12 @@ def test_the_env_file_is_for_this_user_alone_and_names_what_runs(stack: Stack) -
     assert stack.layout.admin_token_file.stat().st_mode & 0o777 == 0o600
 
 
+def test_each_config_says_that_it_is_written_at_every_start(stack: Stack) -> None:
+    configs = list(stack.layout.state.glob("*/*.toml"))
+    assert {config.stem for config in configs} == {"broker", "daemon", "worker"}
+    assert all(config.read_text().startswith("# `postroom up` writes this file at every start") for config in configs)
+
+
 def test_a_message_goes_all_the_way_with_the_environment_alone(stack: Stack) -> None:
     done = run("send", "topic:orders", "hello", "--id", "up-hello", "--wait", environ=environment(stack.layout))
     assert done.returncode == 0, done.stderr
