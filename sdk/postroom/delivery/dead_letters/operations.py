@@ -465,7 +465,8 @@ def _letter(row: asyncpg.Record) -> DeadLetter:
 async def count_letters(connection: Connection, js: JetStreamContext | None) -> dict[str, int]:
     """Return how many unsettled letters each context has, by the name of its stream; raises `PostroomError`.
 
-    Without `js`, only those of the record.
+    Without `js`, only those of the record. A stream that has no more messages than the record has letters in it is not
+    read: with many that takes seconds.
     """
     rows = await connection.fetch(QUERIES["count_letters"])
     counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}
@@ -473,11 +474,15 @@ async def count_letters(connection: Connection, js: JetStreamContext | None) -> 
         return counts
     suffix = stream_name("any", "dlq").removeprefix("ANY")
     try:
-        names = sorted(info.config.name or "" for info in (await all_streams(js)).infos)
+        streams = {info.config.name or "": info for info in (await all_streams(js)).infos}
     except NATS_ERRORS as error:
         raise from_nats(error, "listing the streams of dead letters") from error
-    for name in names:
-        if name.endswith(suffix):
+    for name, info in sorted(streams.items()):
+        if not name.endswith(suffix):
+            continue
+        counts.setdefault(name, 0)
+        place = name, info.created, info.state.first_seq, info.state.last_seq
+        if await connection.fetchval(QUERIES["count_placed"], *place) != info.state.messages:
             letters = LetterOperations(connection, js, name.removesuffix(suffix).lower(), actor="")
-            counts[name] = counts.get(name, 0) + await letters.count_unrecorded()
+            counts[name] += await letters.count_unrecorded()
     return counts

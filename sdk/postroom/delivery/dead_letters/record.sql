@@ -27,6 +27,12 @@ SELECT EXISTS (SELECT FROM postroom.dead_letters WHERE context = $1);
 -- How many unsettled letters each context has.
 SELECT context, count(*) AS letters FROM postroom.dead_letters WHERE settled_at IS NULL GROUP BY context ORDER BY context;
 
+-- name: count_placed
+-- How many unsettled letters were published into the stream $1 that was created at $2, under numbers from $3 to $4.
+SELECT count(*) FROM postroom.dead_letters
+WHERE stream = $1 AND stream_created_at = $2 AND stream_sequence BETWEEN $3 AND $4
+    AND published_at IS NOT NULL AND settled_at IS NULL;
+
 -- name: lock_letters
 -- The unsettled ones of the letters $1, locked by this transaction.
 SELECT id, letter, payload, letter_id, stream, stream_sequence FROM postroom.dead_letters

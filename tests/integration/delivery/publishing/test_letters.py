@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
-from postroom.delivery.dead_letters.operations import LetterOperations
+from postroom.delivery.dead_letters.operations import LetterOperations, count_letters
 from postroom.delivery.publishing.postgres import EVENTS, LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import Unavailable
@@ -120,6 +120,26 @@ async def test_letters_that_a_stream_lost_are_published_again_but_for_those_that
     await publish(office)
     assert sorted(await streamed(office, stream)) == [*(f"dead:billing:{name}/2" for name in "cde"), "dead:billing:f"]
     assert [letter.message_id for letter in await unsettled(office) if letter] == [*"cdef"]
+
+
+async def test_letters_are_counted_without_reading_a_stream_that_has_no_others(
+    office: Any, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def count() -> int:
+        async with office.pool.acquire() as connection:
+            return (await count_letters(connection, office.js))[stream]
+
+    with monkeypatch.context() as unread:
+        unread.setattr("postroom.delivery.dead_letters.operations.LetterOperations", None)
+        assert await count() == 0
+    await office.bury(*"abc")
+    await publish(office)
+    await settle(office, "a")
+    with monkeypatch.context() as unread:
+        unread.setattr("postroom.delivery.dead_letters.operations.LetterOperations", None)
+        assert await count() == 2
+    await office.js.publish(f"{office.context}.dlq.order_placed.v1", b"an agent's")
+    assert await count() == 3
 
 
 async def test_a_letter_larger_than_nats_takes_keeps_its_payload_in_the_record(office: Any, stream: str) -> None:
