@@ -198,7 +198,6 @@ def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[byte
 
 
 def last_words(layout: Layout) -> str:
-    """Return the sentence that ended the supervisor, from its log."""
-    lines = layout.log_file.read_text("utf-8", errors="replace").splitlines()
-    said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
-    return said[-1] if said else f"the supervisor ended without a message; see {layout.log_file}"
+    """Return the sentence that ended the supervisor, and the lines that it quotes, from its log."""
+    _, ended, said = f"\n{layout.log_file.read_text('utf-8', errors='replace')}".rpartition(f"\n{_PREFIX}")
+    return said.rstrip() if ended else f"the supervisor ended without a message; see {layout.log_file}"

@@ -46,6 +46,7 @@ def test_a_config_in_a_directory_named_like_a_variable_is_for_that_directory(tmp
     [
         ("  redis     ready, pid 7\npostroom: a bug in postroom: NameError: x", "a bug in postroom: NameError: x"),
         ("postroom: the disk is full: postroom: cannot go on\n", "the disk is full: postroom: cannot go on"),
+        ("  nats      ready\npostroom: daemon ended; its log:\na\nb\n", "daemon ended; its log:\na\nb"),
     ],
 )
 def test_a_supervisors_last_words_are_told_whole(tmp_path: Path, log: str, said: str) -> None:
