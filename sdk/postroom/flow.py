@@ -399,9 +399,8 @@ def _check_handler(function: Any, what: str, arguments: str) -> None:
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        raise _invalid(
-            f"{what} is handled by {function.__qualname__}, which must accept ({arguments}): {error}"
-        ) from None
+        named = getattr(function, "__qualname__", function)  # a `partial` has none
+        raise _invalid(f"{what} is handled by {named}, which must accept ({arguments}): {error}") from None
 
 
 def _wrong_step(activity: Activity, value: Any) -> InvalidFlow:

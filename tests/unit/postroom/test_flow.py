@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,6 +128,7 @@ def _unanswered(flow: Flow) -> None:
         ("another form: write `async def", lambda flow: flow.activity(not_async)),
         ("with return and without yield", lambda flow: flow.activity(yielding)),
         (r"must accept \(ctx, request\)", lambda flow: flow.activity(one_argument)),
+        (r"must accept \(ctx, request\)", lambda flow: flow.activity(name="load")(partial(load, None))),
         ("answer, timeout and asks need sends", lambda flow: flow.activity(timeout=3)(extract)),
         ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout=0)(extract)),
         ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout="60")(extract)),
