@@ -382,7 +382,7 @@ def _check_policy(what: str, policy: Any) -> None:
     if not isinstance(policy, RetryPolicy):
         raise _invalid(f"{what} has the retry policy {policy!r}: give one, as RetryPolicy(max_attempts=3)")
     try:
-        msgspec.convert(msgspec.to_builtins(policy), RetryPolicy)
+        msgspec.convert(msgspec.structs.asdict(policy), RetryPolicy)
     except msgspec.ValidationError as error:
         raise _invalid(f"{what} has an invalid retry policy: {shape_fault(error, RetryPolicy)[1]}") from error
 

@@ -138,6 +138,10 @@ def _unanswered(flow: Flow) -> None:
             "max_attempts: Expected `int` >= 1",
             lambda flow: flow.activity(retry_policy=NEVER)(extract),
         ),
+        (
+            "max_attempts: Expected .* got `object`",
+            lambda flow: flow.activity(retry_policy=RetryPolicy(max_attempts=object()))(extract),  # type: ignore[arg-type] # the same
+        ),
         ("completion of .* an invalid retry policy", lambda flow: flow.completed(retry_policy=NEVER)(load)),
         ("has no timeout after which", lambda flow: flow.activity(sends="queue:a", asks=2)(extract)),
         ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=0)(extract)),
