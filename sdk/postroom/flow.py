@@ -335,7 +335,7 @@ def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...
         raise _wrong_step(activity, returned)
     steps = tuple(returned)
     for step in steps:
-        if not isinstance(step, (Spawn, Again)):
+        if not (isinstance(step, (Spawn, Again)) and isinstance(step.activity, Activity)):
             raise _wrong_step(activity, step)
         if flow.activities.get(step.activity.name) is not step.activity:
             raise _invalid(

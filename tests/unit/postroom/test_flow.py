@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from postroom.flow import Flow, InvalidFlow, Spawn, check_flow, next_steps
+from postroom.flow import Again, Flow, InvalidFlow, Spawn, check_flow, next_steps
 from postroom.retry_policy import RetryPolicy
 
 
@@ -71,7 +71,7 @@ def test_a_completion_is_registered_bare_or_with_a_retry_policy_of_its_own() -> 
     assert (patient.completion, patient.completion_policy) == (load, policy)
 
 
-@pytest.mark.parametrize("returned", ["load", {"load": 1}, 7, ["load"], [None]])
+@pytest.mark.parametrize("returned", ["load", {"load": 1}, 7, ["load"], [None], Spawn("load", 1), [Again("load", 1)]])  # type: ignore[arg-type] # the same
 def test_what_is_no_step_is_refused_with_what_would_be_one(returned: Any) -> None:
     flow = Flow("nightly-export")
     with pytest.raises(InvalidFlow, match=r"return None, an activity\.spawn"):
