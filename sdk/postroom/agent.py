@@ -222,8 +222,8 @@ def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, eve
 
 def _filled(what: str, text: str, places: Mapping[str, object]) -> str:
     try:
-        return text.format_map(places)
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        return str(text).format_map(places)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         *most, last = (f"{{{name}}}" for name in places)
         allowed = f"{', '.join(most)} and {last}"
         raise _invalid(f"{what} may contain {allowed}, and nothing else in braces: {error}") from error

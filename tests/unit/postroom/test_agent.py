@@ -78,6 +78,8 @@ def needs_an_argument(self: Any, database: str) -> None:
         ({"subjects": "cmd.demo.>"}, "must be a tuple of strings"),
         ({"subjects": ("cmd.{mesh}.>",)}, "nothing else in braces"),
         ({"subjects": ("cmd.{tenant.slug}.>",)}, "nothing else in braces"),
+        ({"subjects": ("cmd.{tenant[slug]}.>",)}, "nothing else in braces"),
+        ({"event_subject": None}, r"event_subject must be words joined by dots, one of which contains \{type\}"),
         ({"subjects": 5}, "must be a tuple of strings"),
         *(
             ({"subjects": ("demo.event.>", subject)}, "is not a subject: words joined by dots")
