@@ -212,7 +212,9 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     try:
         module = importlib.import_module(module_name)
         found = getattr(module, attribute, None)  # which a module's `__getattr__` may import
-    except (Exception, SystemExit) as error:  # a script without a guard ends itself
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a guard ends itself
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             places = f"it is looked for in {Path.cwd()}, in PYTHONPATH and in {sys.prefix}"
             raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {error}; {places}: pass {example}") from error

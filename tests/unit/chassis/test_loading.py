@@ -61,6 +61,7 @@ def test_a_directory_with_the_librarys_name_and_no_module_hides_nothing(tmp_path
     ("module", "said"),
     [
         ("import sys\nsys.exit(3)", "SystemExit: 3 ({file}, line 2)"),
+        ("class Skipped(BaseException): ...\n\n\nraise Skipped('not here')", "Skipped: not here ({file}, line 4)"),
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all' ({file}, line 1)"),
         ("def f():\n    1 / 0\n\n\nf()", "ZeroDivisionError: division by zero ({file}, line 2)"),
         ("import json\njson.loads('x')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
