@@ -274,9 +274,8 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
     state, error = state_of(progress, job_state), row["error"]
     if state == "unknown":
         error = (
-            f"the worker {row['worker_without']} has no activity {row['name']!r}, nor had any before it: the name is "
-            "misspelt or was changed, or the workers run an older version of the flow; the step waits for a worker "
-            "that has it"
+            f"the worker {row['worker_without']} has no activity {row['name']!r}: the name is misspelt or was changed, "
+            "or it runs an older version of the flow; the step waits for a worker that has it"
         )
     return Activity(
         id=row["id"],

@@ -24,7 +24,7 @@ BROUGHT = (
     "SELECT event_type, payload::text FROM postroom.outbox_events"
     " WHERE correlation_id = $1 AND published_at IS NULL ORDER BY position"
 )
-WAITS = "the worker post/1 has no activity {!r}, nor had any before it"
+WAITS = "the worker post/1 has no activity {!r}: the name is misspelt or was changed, or it runs an older version"
 
 
 def flow_with(*names: str) -> Flow:
