@@ -293,7 +293,7 @@ async def _forgetting(registry: Registry, store: Store, keep_days: float) -> Asy
 
 
 def _is_postgres(url: str) -> bool:
-    return url.partition(":")[0] in {"postgresql", "postgres"}
+    return str(url).partition(":")[0] in {"postgresql", "postgres"}
 
 
 async def open_store(url: str, *, create: bool = True) -> Store:
@@ -304,7 +304,7 @@ async def open_store(url: str, *, create: bool = True) -> Store:
         except ModuleNotFoundError as error:
             raise unusable(f"{error.name} is missing: install postroom[postgres]") from error
         return await PostgresStore.open(url, create=create)
-    scheme, _, rest = url.partition(":")
+    scheme, _, rest = str(url).partition(":")
     if url != "memory:" and not (scheme == "sqlite" and rest.startswith("///")):
         sentence = "a registry must be at postgresql://…, sqlite:///absolute/path or memory:"
         raise InvalidMessage.of("invalid_registry_url", sentence)

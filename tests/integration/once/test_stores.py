@@ -273,8 +273,10 @@ async def test_a_postgres_that_takes_no_writes_is_worth_another_try_and_its_conn
         await until_so(claims, "a key can be claimed")
 
 
-@pytest.mark.parametrize("url", ["", "mysql://host/db", "sqlite:once.db", "sqlite://once.db", "memory", "memory:x"])
-async def test_an_address_that_is_none_is_refused(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["", "mysql://host/db", "sqlite:once.db", "sqlite://once.db", "memory", "memory:x", None, Path("/once.db")]
+)
+async def test_an_address_that_is_none_is_refused(url: Any) -> None:
     with pytest.raises(InvalidMessage, match="sqlite:///absolute/path"):
         async with open_registry(url):
             pytest.fail("opened")
