@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -94,6 +95,16 @@ async def test_a_daemon_that_hangs_is_given_up_after_the_time_out(short_director
             with pytest.raises(Unavailable, match="did not answer in time") as caught:
                 await client.send("topic:orders", "hello")
     assert caught.value.code == "no_answer"
+
+
+async def test_a_daemon_that_hangs_is_not_followed_for_longer_than_the_time_out(short_directory: Path) -> None:
+    path = short_directory / "hung.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        async with AsyncClient(path, timeout=0.1, patience=0) as client, asyncio.timeout(10):
+            with pytest.raises(Unavailable, match="did not answer in time"):
+                await anext(client.events())
 
 
 async def test_an_absent_daemon_is_named_with_what_to_do(short_directory: Path) -> None:
