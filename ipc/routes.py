@@ -141,7 +141,7 @@ def routes(services: Services) -> list[Route]:
                problems=(400, 404, 429, 503)),
 
         _route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
-               answers={200: TopicList}, problems=(503,)),
+               answers={200: TopicList}, problems=(400, 503)),
         _route("POST", "/v1/topics/{topic}/subscription", topics.subscribe, OPERATOR, "subscribe this member",
                answers={201: Subscription}, problems=(400, 403, 404, 503)),
         _route("DELETE", "/v1/topics/{topic}/subscription", topics.unsubscribe, OPERATOR, "unsubscribe this member",
@@ -149,7 +149,7 @@ def routes(services: Services) -> list[Route]:
 
         _route("GET", "/v1/health", control.health, CALLER, "ok or degraded, and why", answers={200: Health}),
         _route("GET", "/v1/ready", control.ready, CALLER, "whether a send would be accepted now",
-               answers={200: Ready}, problems=(503,)),
+               answers={200: Ready}, problems=(400, 503)),
         _route("GET", "/v1/metrics", control.metrics, CALLER, "the metrics, for Prometheus",
                answers={200: str}, answer_media=EXPOSITION),
         _route("GET", "/v1/version", control.version, CALLER, "the program, its version, its mesh",

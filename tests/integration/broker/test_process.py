@@ -294,6 +294,8 @@ async def test_the_openapi_document_has_every_route_and_the_health_routes_answer
 
     assert document["openapi"] == "3.1.0"
     assert "AcceptBatch" in json.dumps(document["paths"]["/v1/accept"])
+    for path, operations in document["paths"].items():  # each refuses a query string that it does not take
+        assert all("400" in operation["responses"] for operation in operations.values()), path
     assert document == json.loads((DOCS / "openapi/broker.json").read_text()), "run `make docs`"
     assert (await broker.nobody.get("/health")).body == {"status": "ok", "reasons": []}
     assert (await broker.nobody.get("/ready")).body == {"status": "ok", "reasons": []}

@@ -80,6 +80,7 @@ async def test_every_route_is_in_the_openapi_document_with_its_access(room: Any,
         operation = document["paths"][route.path][route.method.lower()]
         assert operation["x-access"] == route.access
         assert {str(status) for status in (*route.answers, *route.problems)} == set(operation["responses"])
+        assert "400" in operation["responses"], route.path  # to a query string that the route does not take
 
 
 async def test_the_file_in_the_docs_is_what_the_server_serves(room: Any) -> None:
