@@ -22,6 +22,7 @@ from postroom._wire.arguments import (
     check_seconds,
     check_traceparent,
     check_verb,
+    check_wait,
     compose,
     encode,
     segment,
@@ -197,7 +198,7 @@ class AsyncClient(Calls):
 
     async def wait(self, client_message_id: str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
         """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return its state."""
-        patience = Patience(timeout)
+        patience = Patience(check_wait(timeout, "timeout"))
         while True:
             seconds = min(patience.remaining(), MAX_WAIT)
             row = await self._read(
@@ -215,7 +216,7 @@ class AsyncClient(Calls):
             sentence = f"client_message_ids must be a list of ids, as in [{client_message_ids!r}]"
             refuse("invalid_field", sentence, "client_message_ids")
         every = [check_id(each) for each in client_message_ids]
-        patience, rows = Patience(timeout), list[OutboxRow]()
+        patience, rows = Patience(check_wait(timeout, "timeout")), list[OutboxRow]()
         for start in range(0, len(every), MAX_PAGE):
             ids = every[start : start + MAX_PAGE]
             found: dict[str, OutboxRow] = {}
@@ -245,7 +246,7 @@ class AsyncClient(Calls):
         """
         from postroom._wire.events import Following  # noqa: PLC0415 - the same
 
-        seconds = self._patience_seconds if patience is None else patience
+        seconds = self._patience_seconds if patience is None else check_wait(patience, "patience")
         following = Following(self._transport, query or EventsQuery(), after, Patience(seconds))
         async with aclosing(following.messages()) as messages:
             async for message in messages:

@@ -37,6 +37,13 @@ def check_seconds(timeout: float, patience: float) -> None:
         refuse("invalid_patience", f"patience must be a number of seconds (0: one try), not {patience!r}", "patience")
 
 
+def check_wait(seconds: float, field: str) -> float:
+    """Return it unchanged; refuse what is not a duration. One below 0 is none: a deadline that has passed."""
+    if not _is_number(seconds) or math.isnan(seconds):
+        refuse("invalid_field", f"{field} must be a number of seconds, not {seconds!r}", field)
+    return seconds
+
+
 def check_id(word: Any) -> str:
     """Return it unchanged; refuse what is not an id or a name, such as the whole receipt of a send."""
     if not isinstance(word, str):

@@ -42,6 +42,19 @@ async def test_a_patience_without_an_end_is_one(short_directory: Path) -> None:
         assert client
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), "10", True, timedelta(seconds=1)])
+async def test_a_wait_that_is_no_time_is_refused(seconds: Any) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        for ask in (
+            client.wait("order-1", seconds),
+            client.wait_many(["order-1"], seconds),
+            anext(client.events(patience=seconds)),
+        ):
+            with pytest.raises(InvalidMessage, match="must be a number of seconds") as caught:
+                await ask
+            assert caught.value.problem.field in ("timeout", "patience")
+
+
 @pytest.mark.parametrize("not_an_id", [None, 17, object()])
 async def test_what_is_no_id_is_said_to_be_none_with_where_to_find_one(not_an_id: Any) -> None:
     async with AsyncClient(NOWHERE, patience=0) as client:
