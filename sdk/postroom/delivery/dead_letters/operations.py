@@ -178,10 +178,10 @@ class LetterOperations:
                     if len(found) > limit and wanted.ids is None:
                         break
         known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
-        missing: dict[str, PostroomError] = {
-            id_: letter_not_found(id_) if self._js else no_nats(f"looking for the dead letter {id_}")
-            for id_ in (sorted((wanted.ids or frozenset()) - known) if cursor is None else ())
-        }
+        absent = sorted((wanted.ids or frozenset()) - known) if cursor is None else []
+        if absent and not self._js:
+            raise no_nats(f"looking for the dead letter {absent[0]}")
+        missing = {id_: letter_not_found(id_) for id_ in absent}
         if len(found) <= limit:
             return StoredPage(found, None, missing)
         at, streamed, number = found[limit - 1].key
