@@ -98,7 +98,7 @@ class Administration:
                 why = f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
                 raise Conflict.of("mesh_holds_messages", why)
             letters = LetterOperations(connection, js, slug, actor=request[PRINCIPAL].actor)
-            if (await letters.page(LetterFilter(), limit=1))[0]:
+            if (await letters.page(LetterFilter(), limit=1)).letters:
                 why = f"the mesh {slug} still has dead letters: settle them first (`postroom dlq list --mesh {slug}`)"
                 raise Conflict.of("mesh_holds_letters", why)
             if unread is not None and unread.code == NATS_UNREACHABLE:  # there may be more in their stream
