@@ -59,7 +59,7 @@ class Filters(NamedTuple):
             "subject": self.subject,
             "reason": self.code,
             "consumer": self.consumer,
-            "older_than_seconds": self.older_than,
+            **(self.older_than or {}),
         }
 
 

@@ -84,7 +84,7 @@ class Filters(NamedTuple):
 
     def conditions(self) -> dict[str, Any]:
         """Return them as the members of a query or a filter."""
-        return {"state": self.state, "flow": self.flow, "older_than_seconds": self.older_than}
+        return {"state": self.state, "flow": self.flow, **(self.older_than or {})}
 
 
 @app.command()

@@ -77,9 +77,9 @@ def moment(text: str) -> datetime:
     return found
 
 
-def age(text: str) -> float:
-    """Read the same as the seconds that have passed since."""
-    return (datetime.now(UTC) - moment(text)).total_seconds() if time_of(text) else duration(text)
+def age(text: str) -> dict[str, Any]:
+    """Read the same as a condition of a filter, where a time stays one: only a duration needs the server's clock."""
+    return {"before": moment(text)} if time_of(text) else {"older_than_seconds": duration(text)}
 
 
 def rate(text: str) -> float:
@@ -144,7 +144,7 @@ Reason = Annotated[
     str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
 ]
 OlderThan = Annotated[
-    float | None,
+    dict[str, Any] | None,
     typer.Option("--older-than", parser=age, metavar="DURATION", help="Only older than 90s, 15m, 7d, or than a time."),
 ]
 Since = Annotated[

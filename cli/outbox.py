@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -28,10 +29,10 @@ from cli.noun import (
     Reason,
     Socket,
     Yes,
-    age,
     choice,
     chosen_ids,
     file_name,
+    moment,
     named,
     noun,
     with_options,
@@ -110,7 +111,7 @@ class Filters(NamedTuple):
         if self.destination is not None:
             parse_destination(self.destination, "destination")  # a misspelt one would match nothing, and say nothing
         members: dict[str, Any] = self._asdict()
-        members["older_than_seconds"] = members.pop("older_than")
+        members |= members.pop("older_than") or {}
         return msgspec.convert(members, RowFilter)
 
     def query(self) -> ListQuery:
@@ -209,9 +210,9 @@ for _verb in VERBS:
 def prune(
     *,
     older_than: Annotated[
-        float,
+        datetime,
         typer.Option(
-            parser=age, metavar="DURATION", help="Only rows that ended longer ago than 7d, 12h, or before a time."
+            parser=moment, metavar="DURATION", help="Only rows that ended longer ago than 7d, 12h, or before a time."
         ),
     ],
     reason: Reason = None,
@@ -222,14 +223,13 @@ def prune(
     """Delete the payloads of old done and aborted rows now; ids and outcomes stay forever."""
     why = reason_or_ask(reason)
     confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
+    seconds = (datetime.now(UTC) - older_than).total_seconds()
     with progress(as_json=as_json) as show:
 
         def show_count(count: int) -> None:
             show(count, f"{counted(count, 'payload')} deleted")
 
-        result = with_daemon(
-            socket, lambda client: client.prune(older_than, reason=why, tell=show_count), timeout=SECONDS
-        )
+        result = with_daemon(socket, lambda client: client.prune(seconds, reason=why, tell=show_count), timeout=SECONDS)
     json_line(result) if as_json else line(f"{counted(result.pruned, 'payload')} deleted")
 
 

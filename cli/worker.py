@@ -69,7 +69,7 @@ class Filters(NamedTuple):
 
     def refused(self) -> unpublished.RefusedFilter:
         """Return them as the broker's filter."""
-        return unpublished.RefusedFilter(subject=self.subject, older_than_seconds=self.older_than)
+        return unpublished.RefusedFilter(subject=self.subject, **(self.older_than or {}))
 
 
 def failing(source: str) -> typer.Typer:

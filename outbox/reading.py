@@ -173,7 +173,7 @@ class Reader:
     async def _page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int) -> OutboxPage:
         after: int | None = seq_of(cursor)
         rows: list[OutboxRow] = []
-        age = row_filter.older_than_seconds
+        latest = row_filter.latest(datetime.fromtimestamp(now / 1000, UTC))
         parameters = {
             "until": until,
             "scan": _SCAN,
@@ -181,7 +181,7 @@ class Reader:
             "destination": row_filter.destination,
             "held": row_filter.held,
             "code": row_filter.code,
-            "enqueued_before": None if age is None else now - int(age * 1000),
+            "enqueued_before": None if latest is None else round(latest.timestamp() * 1000),
         }
         for _ in range(_SCANS_PER_PAGE):
             step = {**parameters, "after": after or 0, "limit": limit - len(rows)}

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Self
 import msgspec
 
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
-from postroom._wire.operations import MAX_IDS, Age
+from postroom._wire.operations import MAX_IDS, Aged
 from postroom._wire.programs import Trouble
 from postroom._wire.words import counted
 from postroom.errors import Problem
@@ -86,14 +86,13 @@ def common_error(error: str) -> str:
     return _VARYING.sub("…", error)[:_COMMON]
 
 
-class _Conditions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Conditions(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The conditions that letters match; what is not set matches everything."""
 
     subject: str | None = None  # of the original message; `*` and `>` as in NATS
     reason: str | None = None
     consumer: str | None = None
     error: str | None = None  # as `common_error` has it
-    older_than_seconds: Age | None = None
 
 
 class LetterFilter(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -16,7 +16,7 @@ import msgspec
 from postroom._wire.administration import Slug
 from postroom._wire.names import TRACE, WORD
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
-from postroom._wire.operations import Age
+from postroom._wire.operations import Aged
 from postroom._wire.programs import Program, Trouble
 from postroom._wire.words import counted
 
@@ -51,22 +51,20 @@ class StartedJob(msgspec.Struct, kw_only=True):
     started: bool
 
 
-class JobFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which jobs a verb means: by `ids`, else all that match the rest."""
+class JobFilter(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which jobs a verb means: by `ids`, else all that match the rest; their age is that of `started_at`."""
 
     ids: Annotated[list[UUID], msgspec.Meta(max_length=CHANGES)] | None = None
     flow: str | None = None
     state: JobState | None = None
-    older_than_seconds: Age | None = None  # since it was started
 
 
-class JobsQuery(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class JobsQuery(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/jobs`; a token of one mesh implies it, and without a mesh the query means all."""
 
     mesh: str | None = None
     flow: str | None = None
     state: JobState | None = None
-    older_than_seconds: Age | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=CHANGES)] = CHANGES
 

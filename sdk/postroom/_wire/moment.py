@@ -16,9 +16,12 @@ _LAST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 def check_moments(**moments: datetime | None) -> None:
-    """Raise `ValueError`, which msgspec reports as its own, where one of these fields is outside the calendar."""
+    """Raise `ValueError`, which msgspec reports as its own, where one of these fields is outside the calendar.
+
+    One without an offset is for the decoder to refuse.
+    """
     for name, moment in moments.items():
-        if moment is not None and not _FIRST <= moment <= _LAST:
+        if moment is not None and moment.tzinfo is not None and not _FIRST <= moment <= _LAST:
             raise ValueError(f"Time outside the calendar in field `{name}`")
 
 

@@ -17,12 +17,14 @@ has the message, and 409 `outcome_unknown` where it cannot be asked, which `forc
 """
 
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from postroom._wire.message import SendRequest
+from postroom._wire.moment import Moment, check_moments
 from postroom._wire.names import REASON
 from postroom._wire.sends import RowStatus
 
@@ -37,30 +39,46 @@ Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, patter
 Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some three centuries at most
 
 
-class _Conditions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Conditions on rows; a row has to match every field that is set."""
+class Aged(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Conditions on the age of what a filter selects; `before` is a moment, and needs nobody's clock."""
+
+    older_than_seconds: Age | None = None
+    before: Moment | None = None
+
+    def __post_init__(self) -> None:
+        check_moments(before=self.before)
+
+    def latest(self, now: datetime) -> datetime | None:
+        """Return the time before which the conditions hold; None where they hold always."""
+        if self.older_than_seconds is None:
+            return self.before
+        old_enough = now - timedelta(seconds=self.older_than_seconds)
+        return old_enough if self.before is None else min(old_enough, self.before)
+
+
+class _Conditions(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Conditions on rows, by the time of `enqueued_at`; a row has to match every field that is set."""
 
     status: RowStatus | None = None
     destination: str | None = None
     code: str | None = None  # the problem code in `last_error`
-    older_than_seconds: Age | None = None  # since enqueued_at
     held: bool | None = None
 
 
-class RowFilter(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class RowFilter(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which rows a list or a bulk verb selects; a row has to match every field that is set."""
 
     ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
 
 
-class ListQuery(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ListQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/outbox`; `cursor` is the `next_cursor` of the page before."""
 
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
 
 
-class ExportQuery(_Conditions, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ExportQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/outbox/export`, which answers with every row at once."""
 
 

@@ -12,7 +12,7 @@ import msgspec
 from postroom._wire.administration import MeshQuery
 from postroom._wire.moment import Moment
 from postroom._wire.nouns import Change, Noun, Result, Verb
-from postroom._wire.operations import Age
+from postroom._wire.operations import Aged
 from postroom._wire.programs import Trouble
 from postroom.errors import Problem
 
@@ -57,12 +57,11 @@ class DroppedLog(msgspec.Struct, kw_only=True):
     dropped: list[Dropped]
 
 
-class RefusedFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a drop applies to: by ids, or all with a subject and older than so many seconds. It drops all or nothing."""
+class RefusedFilter(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a drop applies to: by ids, or all with a subject and of an age. It drops all or nothing."""
 
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)] | None = None
     subject: str | None = None
-    older_than_seconds: Age | None = None
 
 
 def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, DroppedLog, Any, RefusedFilter, str]:

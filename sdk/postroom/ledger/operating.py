@@ -100,8 +100,9 @@ async def find_jobs(
     after: tuple[datetime, UUID] | None = None,
 ) -> list[Job]:
     """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, after a given one."""
-    bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids, wanted.older_than_seconds
-    rows = await connection.fetch(QUERIES["find_jobs"], *bounds)
+    bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids
+    age = wanted.older_than_seconds, wanted.before
+    rows = await connection.fetch(QUERIES["find_jobs"], *bounds, *age)
     return [Job(**dict(row)) for row in rows]
 
 

@@ -4,8 +4,8 @@
 
 -- name: find_jobs
 -- The newest $4 jobs of the context $1, the flow $2 and the state $3, after the job $6 that was started at $5, of those with
--- the ids $7, started more than $8 seconds ago, each of which may be null; of each that has not ended also the activities that
--- wait for a worker which has them.
+-- the ids $7, started more than $8 seconds ago and before the time $9, each of which may be null; of each that has not ended
+-- also the activities that wait for a worker which has them.
 SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at, error,
   CASE WHEN state IN ('running', 'closed') THEN ARRAY(
   SELECT DISTINCT activity.name
@@ -16,7 +16,7 @@ SELECT id, context AS mesh, flow, state, semaphore AS open, started_at, ended_at
 FROM ledger.job
 WHERE ($1::text IS NULL OR context = $1) AND ($2::text IS NULL OR flow = $2) AND ($3::text IS NULL OR state = $3)
   AND ($5::timestamptz IS NULL OR (started_at, id) < ($5, $6::uuid)) AND ($7::uuid[] IS NULL OR id = ANY ($7))
-  AND ($8::float8 IS NULL OR started_at < now() - $8 * interval '1 second')
+  AND coalesce(started_at < least(now() - $8::float8 * interval '1 second', $9::timestamptz), true)
 ORDER BY started_at DESC, id DESC
 LIMIT $4;
 

@@ -6,6 +6,7 @@ of agents and of daemons.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def test_a_mesh_that_nobody_knows_is_exit_code_3_and_no_good_news(station: Stati
 
 def test_filters_narrow_a_list(station: Station) -> None:
     station.bury("a")
+    between = datetime.now(UTC).isoformat()
     station.bury("b", reason="max_deliver", subject=f"{station.name}.event.order_cancelled.v2")
     for option, value, ids in (
         ("--code", "max_deliver", ["b"]),
@@ -166,6 +168,7 @@ def test_filters_narrow_a_list(station: Station) -> None:
         ("--consumer", "another", []),
         ("--older-than", "1h", []),
         ("--older-than", "2026-01-31T12:00:00Z", []),
+        ("--older-than", between, ["a"]),
         ("--older-than", "0s", ["a", "b"]),
     ):
         found = station.user.run("dlq", "list", "--json", option, value)

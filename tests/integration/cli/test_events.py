@@ -125,6 +125,7 @@ def test_all_that_fail_are_dropped_by_filters_after_a_dry_run(user: Terminal, po
     drop = ("worker", "events", "drop", "--all")
     assert user.run(*drop, "--mesh", "elsewhere", "--dry-run").out == ""
     assert user.run(*drop, "--older-than", "1h", "--dry-run").out == ""
+    assert user.run(*drop, "--older-than", "2026-01-31T12:00:00Z", "--dry-run").out == ""
     assert user.run(*drop, "--mesh", "demo", "--dry-run").out == f"{poison} would be dropped\n"
     assert [one["id"] for one in user.run("worker", "events", "list", "--json").json] == [poison]
     asked = user.run(*drop, "--reason", "a test")

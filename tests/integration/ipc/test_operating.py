@@ -43,6 +43,8 @@ async def test_rows_are_listed_page_by_page_without_payloads(room: Any) -> None:
         "status=x",
         "cursor=x",
         "older_than_seconds=-1",
+        "before=2026-01-31T12:00:00",
+        "before=0001-01-01T00:00:00%2B14:00",
         "held=x",
         "colour=red",
         "destination=orders",

@@ -354,6 +354,14 @@ async def test_a_list_has_the_newest_first_and_what_is_wanted_alone(jobs: Jobs) 
     assert await found(mesh="land", state="cancelled") == []
     (newest,) = await find_jobs(jobs.connection, JobFilter(ids=ids[2:]), 9)
     assert await found(after=(newest.started_at, newest.id)) == [ids[1], ids[0]]
+    for age, older in (
+        ({"before": newest.started_at}, [ids[1], ids[0]]),
+        ({"older_than_seconds": 0.0}, ids[::-1]),
+        ({"older_than_seconds": 3600.0}, []),
+        ({"before": newest.started_at, "older_than_seconds": 3600.0}, []),
+    ):
+        listed = await find_jobs(jobs.connection, JobFilter(flow=flow, **age), 9)
+        assert [row.id for row in listed] == older, age
 
 
 async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: Jobs) -> None:
@@ -363,10 +371,10 @@ async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: 
     await jobs.connection.execute(MANY_COMPLETED)
     await jobs.connection.execute("ANALYZE ledger.job")
     found = await find_jobs(jobs.connection, JobFilter(state="failed"), 50)
-    await jobs.connection.execute(
-        f"PREPARE listing (text, text, text, bigint, timestamptz, uuid, uuid[], float8) AS {QUERIES['find_jobs']}"
-    )
-    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50, NULL, NULL, NULL, NULL)")
+    types = "text, text, text, bigint, timestamptz, uuid, uuid[], float8, timestamptz"
+    await jobs.connection.execute(f"PREPARE listing ({types}) AS {QUERIES['find_jobs']}")
+    values = "NULL, NULL, 'failed', 50, NULL, NULL, NULL, NULL, NULL"
+    plan = await jobs.connection.fetch(f"EXPLAIN EXECUTE listing ({values})")
     await transaction.rollback()
     assert begun.job in {job.id for job in found}
     assert "job_ended_early" in "".join(row[0] for row in plan)

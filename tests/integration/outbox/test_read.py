@@ -1,5 +1,6 @@
 """Looking at the outbox: find, list, page, export, inspect, count."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,15 @@ async def test_many_ids_are_listed_page_by_page(outbox: Outbox, monkeypatch: pyt
 
 async def test_age_counts_from_when_a_row_was_accepted(outbox: Outbox, clock: Clock) -> None:
     await accepted(outbox, send("old"))
+    old = datetime.fromtimestamp(clock() / 1000, UTC)
     clock.forward(100)
     await accepted(outbox, send("young"))
+    young = datetime.fromtimestamp(clock() / 1000, UTC)
     assert await pages(outbox, RowFilter(older_than_seconds=50), 9) == [["old"]]
     assert await pages(outbox, RowFilter(older_than_seconds=100), 9) == [[]]
+    assert await pages(outbox, RowFilter(before=young), 9) == [["old"]]
+    assert await pages(outbox, RowFilter(before=old), 9) == [[]]
+    assert await pages(outbox, RowFilter(before=young, older_than_seconds=100), 9) == [[]]
 
 
 @pytest.mark.parametrize("cursor", ["x", "", "-1", "1.5", "9" * 30, "'", "²"])

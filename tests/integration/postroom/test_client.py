@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,8 @@ async def test_what_json_would_drop_or_change_is_refused(daemon: LoneDaemon, sec
         sent = await client.send("topic:orders", "hello")
         with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
             await client.bulk("abort", RowFilter(older_than_seconds=seconds), reason=REASON)
+        with pytest.raises(InvalidMessage, match="before"):
+            await client.bulk("abort", RowFilter(before=datetime(2026, 1, 31)), reason=REASON)  # noqa: DTZ001
         with pytest.raises(InvalidMessage, match="cannot be written as JSON"):
             await client.resume_relay(reason=REASON, rate_per_second=seconds)
         with pytest.raises(InvalidMessage, match="is not UTF-8 text"):

@@ -1,6 +1,6 @@
 """What ids, delays and dead letters are made of."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
@@ -128,8 +128,12 @@ def test_a_payload_comes_back_byte_for_byte(data):
         ({"subject": "sky.event.>"}, False),
         ({"reason": "max_deliver", "consumer": "billing"}, True),
         ({"reason": "max_deliver", "consumer": "shipping"}, False),
-        ({"older_than_seconds": 60}, True),
-        ({"older_than_seconds": 61}, False),
+        ({"older_than_seconds": 59}, True),
+        ({"older_than_seconds": 60}, False),
+        ({"before": DIED + timedelta(microseconds=1)}, True),
+        ({"before": DIED}, False),
+        ({"before": DIED + timedelta(seconds=1), "older_than_seconds": 60}, False),
+        ({"before": DIED, "older_than_seconds": 59}, False),
     ],
 )
 def test_a_filter_means_what_it_says(members, *, matches):

@@ -107,11 +107,9 @@ class StoredLetter(NamedTuple):
             return self.id in wanted.ids or (letter is not None and letter.message_id in wanted.ids)
         if letter is None:
             return wanted == LetterFilter()
-        old_enough = wanted.older_than_seconds is None or letter.died_at <= moment - timedelta(
-            seconds=wanted.older_than_seconds
-        )
+        latest = wanted.latest(moment)
         return (
-            old_enough
+            (latest is None or letter.died_at < latest)
             and wanted.reason in (None, letter.reason)
             and wanted.consumer in (None, letter.consumer)
             and wanted.error in (None, common_error(letter.last_error))

@@ -290,7 +290,7 @@ async def find_failing(
 
     Raises `NotFound` where a named one is not refused.
     """
-    values = context, wanted.subject, wanted.older_than_seconds, wanted.ids, after, LIMIT + 1
+    values = context, wanted.subject, wanted.older_than_seconds, wanted.ids, after, LIMIT + 1, wanted.before
     ids = [row["id"] for row in await connection.fetch(table.queries["find_failing"], *values)]
     for text in wanted.ids or ():
         if text not in ids:

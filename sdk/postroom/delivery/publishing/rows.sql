@@ -157,10 +157,11 @@ WHERE published_at IS NULL AND publish_error IS NOT NULL AND NOT :ended AND ($1:
 ORDER BY :since, item.:place, item.:aggregate LIMIT $2;
 
 -- name: find_failing
--- Which rows JetStream has refused, by key: of the context $1, with the subject $2, older than $3 seconds, of the keys $4,
--- behind the key $5, each of which may be null; at most $6.
+-- Which rows JetStream has refused, by key: of the context $1, with the subject $2, older than $3 seconds, from before
+-- the time $7, of the keys $4, behind the key $5, each of which may be null; at most $6.
 SELECT :key AS id FROM :table AS item
 WHERE published_at IS NULL AND publish_error IS NOT NULL AND NOT :ended AND ($1::text IS NULL OR :ours)
-  AND ($2::text IS NULL OR :subject = $2) AND ($3::float8 IS NULL OR :since < now() - $3 * interval '1 second')
+  AND ($2::text IS NULL OR :subject = $2)
+  AND coalesce(:since < least(now() - $3::float8 * interval '1 second', $7::timestamptz), true)
   AND ($4::text[] IS NULL OR :key = ANY ($4)) AND ($5::text IS NULL OR :key > $5)
 ORDER BY 1 LIMIT $6;
