@@ -42,6 +42,7 @@ from postroom.delivery.publishing.postgres import (
     list_backlogs,
     list_dropped,
     list_failing,
+    not_done,
     redrive,
 )
 from postroom.errors import InvalidMessage, PostroomError
@@ -67,7 +68,7 @@ class Unpublished:
             return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/unpublished/<source>/<verb>`: for all that match, or for none."""
+        """Make the handler of `POST /v1/unpublished/<source>/<verb>`: for all that match and are refused still."""
         noun = UNPUBLISHED[self._source.name]
 
         async def handle(request: web.Request) -> web.Response:
@@ -78,10 +79,11 @@ class Unpublished:
                 meant = asked.filter, asked.mesh, asked.cursor
                 ids, next_cursor = await find_failing(connection, self._source, *meant)
                 if not asked.dry_run:
-                    await FAILING[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
+                    ids = await FAILING[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
                     await keep_lines(connection, actor, verb, noun.name, ids, **said)
-            return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[], next_cursor=next_cursor))
+            failed = not_done(self._source, asked.filter, ids)
+            return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=failed, next_cursor=next_cursor))
 
         return handle
 

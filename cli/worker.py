@@ -108,7 +108,7 @@ def failing(source: str) -> typer.Typer:
                 lambda own: own.change(verb, meant, **options),
                 timeout=SECONDS,
             )
-            return Portion(result.done, {})
+            return Portion(result.done, {failure.id: failure.problem for failure in result.failed})
 
         portions = change_all(things.name, verb, chosen, change, ask)
         write_each(portions, verb, things.verbs[verb].done, change, things=source)

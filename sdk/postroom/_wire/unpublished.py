@@ -58,7 +58,7 @@ class DroppedLog(msgspec.Struct, kw_only=True):
 
 
 class RefusedFilter(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a drop applies to: by ids, or all with a subject and of an age. It drops all or nothing."""
+    """What a drop applies to: by ids, or all with a subject and of an age."""
 
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)] | None = None
     subject: str | None = None

@@ -114,7 +114,7 @@ def letter_not_found(letter: str) -> NotFound:
 
 def not_failing(source: str, key: str) -> NotFound:
     """Say that no event or delivery with that id is failing to be published; `source` is `events` or `deliveries`."""
-    detail = f"{key!r} is not among the failing {source}: see `postroom worker {source} list`; nothing was dropped"
+    detail = f"{key!r} is not among the failing {source}: see `postroom worker {source} list`"
     return NotFound.of("not_failing", detail)
 
 

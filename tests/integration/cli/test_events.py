@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import asyncpg
 import pytest
@@ -113,7 +114,17 @@ def test_a_database_instead_of_a_broker_is_told_what_to_set(poison: str, databas
 
 def test_an_event_that_does_not_fail_is_not_found(user: Terminal, poison: str) -> None:
     done = user.run("worker", "events", "drop", poison[:-1], "--reason", "a test", "--yes")
-    assert (done.code, "nothing was dropped" in done.err) == (3, True)
+    assert (done.code, "is not among the failing events" in done.err) == (3, True)
+    assert [one["id"] for one in user.run("worker", "events", "list", "--json").json] == [poison]
+
+
+def test_what_does_not_fail_keeps_no_other_event_from_being_dropped(user: Terminal, poison: str) -> None:
+    named = ("worker", "events", "drop", poison, "no id at all", str(UUID(int=7)))
+    for options, said in (("--dry-run",), "would be dropped"), (("--reason", "a test", "--yes"), "dropped"):
+        done = user.run(*named, *options)
+        assert (done.code, done.out) == (1, f"{poison} {said}\n")
+        assert done.err.count("is not among the failing events: see `postroom worker events list`") == 2
+    assert user.run("worker", "events", "list", "--json").json == []
 
 
 def test_without_ids_nothing_is_dropped(user: Terminal, poison: str) -> None:

@@ -36,6 +36,7 @@ from postroom.delivery.publishing.postgres import (
     list_backlogs,
     list_dropped,
     list_failing,
+    not_done,
     redrive,
 )
 from postroom.errors import NotFound, PostroomError
@@ -133,7 +134,7 @@ class Application:
     async def change(
         self, verb: str, wanted: RefusedFilter, mesh: str | None = None, *, reason: str, dry_run: bool = False
     ) -> Result[str]:
-        """Do a verb to refused events, a thousand at a time; raises `NotFound` where a named one is not refused."""
+        """Do a verb to refused events, a thousand at a time."""
         noun = UNPUBLISHED[EVENTS.name]
         await self._check_mesh(mesh)
         done: list[str] = []
@@ -142,11 +143,12 @@ class Application:
             async with self._connection.transaction():
                 ids, after = await find_failing(self._connection, EVENTS, wanted, mesh, after)
                 if not dry_run:
-                    await EFFECTS[verb](self._connection, EVENTS, ids, actor=acting(self._connection), reason=reason)
+                    actor = acting(self._connection)
+                    ids = await EFFECTS[verb](self._connection, EVENTS, ids, actor=actor, reason=reason)
                     for one in ids:
                         await self._keep_log(verb, noun.name, one, noun.verbs[verb].done, reason)
             done += ids
-        return Result(dry_run=dry_run, done=done, failed=[])
+        return Result(dry_run=dry_run, done=done, failed=not_done(EVENTS, wanted, done))
 
     async def redrive(self, wanted: PublishedFilter, *, reason: str, dry_run: bool = False) -> Result[Redriven]:
         """Have wanted messages that were published by now published again, in steps."""

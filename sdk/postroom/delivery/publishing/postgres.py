@@ -13,7 +13,7 @@ message stays in the history; who dropped it, and why, is kept with it.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -25,6 +25,7 @@ import msgspec
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.message import read_traceparent
+from postroom._wire.nouns import Failure
 from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom._wire.unpublished import (
     Dropped,
@@ -113,9 +114,6 @@ EVENTS: Final = Table("events", _queries("events.sql"), "", _event)
 DELIVERIES: Final = Table("deliveries", _queries("deliveries.sql"), 0, _delivery)
 LETTERS: Final = Table("letters", _queries("letters.sql"), 0, _letter)
 TABLES: Final = (EVENTS, DELIVERIES, LETTERS)
-
-_UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_ID: Final = {EVENTS.name: re.compile(_UUID), DELIVERIES.name: re.compile(_UUID + r"\.[0-9]{1,9}")}
 
 
 class PostgresClaim:
@@ -286,31 +284,28 @@ async def list_failing(connection: Connection, table: Table, context: str | None
 async def find_failing(
     connection: Connection, table: Table, wanted: RefusedFilter, context: str | None, after: str | None
 ) -> tuple[list[str], str | None]:
-    """Return the ids of wanted rows that are refused, after one, and the last of them if there are more.
-
-    Raises `NotFound` where a named one is not refused.
-    """
+    """Return the ids of wanted rows that are refused, after one, and the last of them if there are more."""
     values = context, wanted.subject, wanted.older_than_seconds, wanted.ids, after, LIMIT + 1, wanted.before
     ids = [row["id"] for row in await connection.fetch(table.queries["find_failing"], *values)]
-    for text in wanted.ids or ():
-        if text not in ids:
-            raise not_failing(table.name, text)
     return ids[:LIMIT], ids[LIMIT - 1] if len(ids) > LIMIT else None
 
 
-async def drop_failing(connection: Connection, table: Table, ids: Sequence[str], *, actor: str, reason: str) -> None:
-    """Drop rows in the caller's transaction, which has to roll back on `NotFound`: one of them is not refused."""
-    for text in ids:
-        if _ID[table.name].fullmatch(text) is None:
-            raise not_failing(table.name, text)
+async def drop_failing(
+    connection: Connection, table: Table, ids: Sequence[str], *, actor: str, reason: str
+) -> list[str]:
+    """Drop rows that were found; return those that are, without any that was published meanwhile."""
     dropped = {row["id"] for row in await connection.fetch(table.queries["drop"], ids, actor, reason)}
-    for text in ids:
-        if text not in dropped:
-            raise not_failing(table.name, text)
+    return [text for text in ids if text in dropped]
 
 
 EFFECTS: Final = MappingProxyType({"drop": drop_failing})
 """What each verb does to refused rows."""
+
+
+def not_done(table: Table, wanted: RefusedFilter, done: Collection[str]) -> list[Failure]:
+    """Return the failures of the named rows to which nothing was done: they are not refused."""
+    absent = [text for text in wanted.ids or () if text not in done]
+    return [Failure(id=text, problem=not_failing(table.name, text).problem) for text in absent]
 
 
 async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
