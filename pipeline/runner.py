@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -26,6 +25,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn, TypeVar
+from uuid import uuid4
 
 import msgspec
 
@@ -170,11 +170,9 @@ def sweep(directory: Path) -> None:
 @contextmanager
 def draft(directory: Path) -> Iterator[Path]:
     """Lend a file of this run's own to write to; what has no other name at the end is removed."""
-    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=directory)
-    os.close(handle)
-    fresh = Path(name)
+    fresh = directory / f"{_UNFINISHED}{uuid4()}"
+    fresh.touch(exist_ok=False)  # for whom the umask says: a report is for more people than its author
     try:
-        fresh.chmod(0o644)
         yield fresh
     finally:
         fresh.unlink(missing_ok=True)

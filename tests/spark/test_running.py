@@ -22,7 +22,7 @@ from support.jetstream import Context
 from support.post import PostOffice
 from support.rough_write import wait_until
 
-from pipeline.runner import PIPELINES, described, moment, parse, run_by_name, submitted
+from pipeline.runner import PIPELINES, described, draft, moment, parse, run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import Outcome
 from postroom.delivery.message import Delivery
@@ -288,6 +288,17 @@ def test_what_spark_raises_around_an_error_of_ours_is_said_in_our_sentence(
     with pytest.raises(Fatal, match=r"^there is no mesh 'nope': `postroom mesh list` shows them$") as raised:
         run_by_name("rate-telemetry", options(database_url=database_url, mesh="nope"))
     assert raised.value.exit_code == Exit.NOT_FOUND
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_what_a_pipeline_writes_is_for_whom_the_umask_says(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with draft(tmp_path) as fresh:
+            assert fresh.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_while_java_starts_ends_java_too(tmp_path: Path) -> None:
