@@ -8,6 +8,7 @@ cannot read are in the stream only, where operators look for them too.
 """
 
 import hashlib
+import sys
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
@@ -158,9 +159,9 @@ class StreamedLetter(NamedTuple):
 
 
 async def read_letters(
-    js: JetStreamContext, context: str, begin: datetime | int
+    js: JetStreamContext, context: str, begin: datetime | int, last: int = sys.maxsize
 ) -> AsyncGenerator[list[StreamedLetter], None]:
-    """Yield what the stream of a context holds now from a time or a number on, oldest first, in pages.
+    """Yield what the stream of a context holds now from a time or a number on, up to one, oldest first, in pages.
 
     nats-py's `fetch` would take a message with a header `Status` for the server's own and drop it; a consumer of
     headers only would end at a block without headers (server 2.15). So neither is used.
@@ -173,7 +174,7 @@ async def read_letters(
         config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, begin
     try:
         consumer = await js.add_consumer(name, config)  # the server forgets it by itself
-        left = consumer.num_pending or 0
+        left = min(consumer.num_pending or 0, last - begin + 1 if isinstance(begin, int) else last)
         pages = await connection.subscribe(connection.new_inbox())
         try:
             while left:
@@ -182,10 +183,12 @@ async def read_letters(
                 await connection.publish(asked, msgspec.json.encode(request), reply=pages.subject)
                 for _ in range(min(_PAGE, left)):
                     message = await pages.next_msg(timeout=_SECONDS)
+                    left = 0
                     if not message.reply.startswith(FROM_A_STREAM):  # the rest was deleted meanwhile
-                        left = 0
                         break
-                    left = message.metadata.num_pending
+                    if (number := message.metadata.sequence.stream) > last:
+                        break
+                    left = min(message.metadata.num_pending, last - number)
                     page.append(_read(message))
                 yield page
         finally:

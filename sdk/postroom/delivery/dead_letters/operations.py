@@ -65,6 +65,7 @@ from postroom.delivery.subjects import dead_letter_subject, is_literal, mesh_nam
 from postroom.errors import PostroomError
 
 _ROWS: Final = 500  # letters of the record that are read at once
+_GAPS: Final = 20  # parts of a stream that are read one by one
 _TOGETHER: Final = 50  # letters that are settled in one transaction, with their payloads in memory
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -351,12 +352,8 @@ class LetterOperations:
         named = list(map(_recorded, found))
         if places:
             sequences = [int(place["sequence"]) for place in places.values()]
-            async with aclosing(self._read_stream(min(sequences))) as streamed:
-                async for stored, known in streamed:
-                    if stored.id in places and not known:
-                        named.append(stored)
-                    if stored.key[2] >= max(sequences):
-                        break
+            async with aclosing(self._read_stream(min(sequences), max(sequences))) as streamed:
+                named += [stored async for stored, known in streamed if stored.id in places and not known]
         return sorted(named, key=lambda stored: stored.key) if len(named) == len(ids) else None
 
     async def _read(self, after: tuple[datetime, bool, int], *, payloads: bool) -> AsyncGenerator[StoredLetter, None]:
@@ -390,15 +387,17 @@ class LetterOperations:
             at, number = page[-1]["died_at"], page[-1]["id"]
             await asyncio.sleep(0)  # decoding them takes time, and other tasks wait
 
-    async def _read_stream(self, begin: datetime | int) -> AsyncGenerator[tuple[StoredLetter, bool], None]:
-        """Yield the letters of the stream from a time or a number on, and whether the record has them too.
+    async def _read_stream(
+        self, begin: datetime | int, last: int = sys.maxsize
+    ) -> AsyncGenerator[tuple[StoredLetter, bool], None]:
+        """Yield the letters of the stream from a time or a number on, up to one, and whether the record has them too.
 
         A letter that is there twice counts as known the second time.
         """
         if self._js is None:
             return
         seen = set[str]()
-        async with aclosing(read_letters(self._js, self._context, begin)) as pages:
+        async with aclosing(read_letters(self._js, self._context, begin, last)) as pages:
             async for page in pages:
                 rows = await self._connection.fetch(
                     QUERIES["list_known"], self._context, [one.letter_id for one in page]
@@ -409,9 +408,9 @@ class LetterOperations:
                     seen.add(one.letter_id)
                     yield StoredLetter(id_, one.stored_at, one.letter, streamed=one), known
 
-    async def count_unrecorded(self) -> int:
-        """Return the number of letters without a row."""
-        return sum([not known async for _, known in self._read_stream(_EPOCH)])
+    async def count_unrecorded(self, first: int, last: int) -> int:
+        """Return how many letters under these numbers of the stream have no row."""
+        return sum([not known async for _, known in self._read_stream(first, last)])
 
 
 EFFECTS: Final = MappingProxyType({"replay": LetterOperations.replay, "drop": None})
@@ -463,8 +462,8 @@ def _letter(row: asyncpg.Record) -> DeadLetter:
 async def count_letters(connection: Connection, js: JetStreamContext | None) -> dict[str, int]:
     """Return how many unsettled letters each context has, by the name of its stream; raises `PostroomError`.
 
-    Without `js`, only those of the record. A stream that has no more messages than the record has letters in it is not
-    read: with many that takes seconds.
+    Without `js`, only those of the record. Of a stream, what lies between the letters that the record has is read: with
+    all of many that takes seconds.
     """
     rows = await connection.fetch(QUERIES["count_letters"])
     counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}
@@ -479,8 +478,10 @@ async def count_letters(connection: Connection, js: JetStreamContext | None) -> 
         if not name.endswith(suffix):
             continue
         counts.setdefault(name, 0)
-        place = name, info.created, info.state.first_seq, info.state.last_seq
-        if await connection.fetchval(QUERIES["count_placed"], *place) != info.state.messages:
+        bounds = info.state.first_seq, info.state.last_seq
+        if await connection.fetchval(QUERIES["count_placed"], name, info.created, *bounds) != info.state.messages:
             letters = LetterOperations(connection, js, name.removesuffix(suffix).lower(), actor="")
-            counts[name] += await letters.count_unrecorded()
+            gaps = await connection.fetch(QUERIES["find_gaps"], name, info.created, *bounds, _GAPS + 1)
+            for first, last in gaps if len(gaps) <= _GAPS else [bounds]:
+                counts[name] += await letters.count_unrecorded(first, last)
     return counts

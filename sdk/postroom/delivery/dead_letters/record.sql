@@ -33,6 +33,17 @@ SELECT count(*) FROM postroom.dead_letters
 WHERE stream = $1 AND stream_created_at = $2 AND stream_sequence BETWEEN $3 AND $4
     AND published_at IS NOT NULL AND settled_at IS NULL;
 
+-- name: find_gaps
+-- From which to which number, from $3 to $4, the stream $1 that was created at $2 has none of them; at most $5 such parts.
+WITH placed AS (
+  SELECT $3::bigint - 1 AS number
+  UNION ALL
+  SELECT stream_sequence FROM postroom.dead_letters
+  WHERE stream = $1 AND stream_created_at = $2 AND stream_sequence BETWEEN $3 AND $4
+    AND published_at IS NOT NULL AND settled_at IS NULL
+), neighbours AS (SELECT number, lead(number, 1, $4::bigint + 1) OVER (ORDER BY number) AS next FROM placed)
+SELECT number + 1, next - 1 FROM neighbours WHERE next > number + 1 ORDER BY 1 LIMIT $5;
+
 -- name: lock_letters
 -- The unsettled ones of the letters $1, locked by this transaction.
 SELECT id, letter, payload, letter_id, stream, stream_sequence FROM postroom.dead_letters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from time import perf_counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
+from postroom.delivery.dead_letters import StreamedLetter, read_letters
 from postroom.delivery.dead_letters.operations import LetterOperations, count_letters
 from postroom.delivery.publishing.postgres import EVENTS, LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
@@ -138,8 +140,39 @@ async def test_letters_are_counted_without_reading_a_stream_that_has_no_others(
     with monkeypatch.context() as unread:
         unread.setattr("postroom.delivery.dead_letters.operations.LetterOperations", None)
         assert await count() == 2
-    await office.js.publish(f"{office.context}.dlq.order_placed.v1", b"an agent's")
-    assert await count() == 3
+    for other in range(30):  # more parts of the stream than are read one by one
+        await office.js.publish(f"{office.context}.dlq.order_placed.v1", b"an agent's")
+        await office.bury(f"d-{other}")
+        await publish(office)
+        if other in (1, 29):
+            assert await count() == 2 + 2 * (other + 1)
+
+
+async def test_of_a_stream_with_letters_of_the_record_only_what_is_between_them_is_read(
+    office: Any, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def agents(letters: int) -> None:
+        for _ in range(letters):
+            await office.js.publish(f"{office.context}.dlq.order_placed.v1", b"an agent's")
+
+    await agents(1)
+    await office.bury(*(f"a-{number}" for number in range(50)))
+    await publish(office)
+    await agents(2)
+    await office.bury(*(f"b-{number}" for number in range(50)))
+    await publish(office)
+    numbers = (await office.js.stream_info(stream)).state.last_seq
+    read: list[int] = []
+
+    async def noted(*arguments: Any) -> AsyncGenerator[list[StreamedLetter], None]:
+        async for page in read_letters(*arguments):
+            read.extend(each.sequence for each in page)
+            yield page
+
+    monkeypatch.setattr("postroom.delivery.dead_letters.operations.read_letters", noted)
+    async with office.pool.acquire() as connection:
+        assert (await count_letters(connection, office.js))[stream] == 103
+    assert (numbers, read) == (103, [1, 52, 53])
 
 
 async def test_a_letter_larger_than_nats_takes_keeps_its_payload_in_the_record(office: Any, stream: str) -> None:
