@@ -184,8 +184,11 @@ def test_the_order_of_keys_never_matters(meta: dict[str, object]) -> None:
     assert canonical_json(meta) == canonical_json(dict(reversed(list(meta.items()))))
 
 
+integers = st.integers(-(2**54), 2**54).filter(lambda number: abs(number) != 2**53)  # which the library alone refuses
+
+
 @settings(max_examples=200)
-@given(documents | st.dictionaries(st.text(alphabet="ab\U0001f600\uffee"), st.integers(-(2**54), 2**54) | st.floats()))
+@given(documents | st.dictionaries(st.text(alphabet="ab\U0001f600\uffee"), integers | st.floats()))
 def test_the_canonical_form_is_the_one_of_rfc_8785_whichever_way_it_is_made(meta: dict[str, object]) -> None:
     try:
         expected = rfc8785.dumps(meta) if meta else b""
