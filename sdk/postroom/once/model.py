@@ -9,6 +9,7 @@ A `PENDING` key is renewed by its owner, or taken over once its lease has run ou
 attempt gets its result (docs/contract/delivery.md#delivery-69 to delivery-74).
 """
 
+import asyncio
 import os
 from dataclasses import dataclass
 from typing import Final, Protocol, Self, TypeAlias
@@ -143,6 +144,17 @@ def check_process(opened_in: int | None) -> None:
     """Raise `RuntimeError` for a closed store (None), and in a forked process: its connections are the parent's."""
     if opened_in != os.getpid():
         raise RuntimeError("this registry is closed, or was opened before a fork: open one in this process")
+
+
+def check_loop(used: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
+    """Return the running event loop; raises `RuntimeError` unless the store is used in it, or was not used before.
+
+    The leases are renewed in the loop where they are held, and a pool's connections are of one loop.
+    """
+    loop = asyncio.get_running_loop()
+    if used not in (None, loop):
+        raise RuntimeError("this registry belongs to another event loop: open one in this loop")
+    return loop
 
 
 def unavailable(error: BaseException) -> Unavailable:

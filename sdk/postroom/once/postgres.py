@@ -16,7 +16,7 @@ import msgspec
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import UNUSABLE, leave_read_only, load_queries, read_sql, runs_on, why_failed, why_refused
 from postroom.claims.postgres import PostgresClaims
-from postroom.once.model import PARTS, Scope, absent, check_process, table, unavailable, unusable
+from postroom.once.model import PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
 
 _VERSION: Final = 1
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")
@@ -48,7 +48,7 @@ class PostgresStore(PostgresClaims):
         self._pool = pool
         self._owned = owned
         self._process: int | None = os.getpid()  # that may use it; None once it is closed
-        self._loop: asyncio.AbstractEventLoop | None = None  # that of the pool, once it is used
+        self._loop: asyncio.AbstractEventLoop | None = None  # where it is used
 
     @classmethod
     async def open(cls, url: str, *, create: bool = True) -> Self:
@@ -79,7 +79,7 @@ class PostgresStore(PostgresClaims):
 
     async def prepare(self, *, create: bool = True) -> None:
         """Create the schema where it is missing, and check its version; without `create`, raises `NotFound`."""
-        self._check_loop()
+        self._loop = check_loop(self._loop)
         async with _mapped(), self._pool.acquire() as connection:
             version = await connection.fetchval(_QUERIES["version"])
             if version is None and create:
@@ -94,7 +94,7 @@ class PostgresStore(PostgresClaims):
 
     async def is_there(self) -> bool:
         """Return whether the schema exists; raises `PostroomError` where it is of another version."""
-        self._check_loop()
+        self._loop = check_loop(self._loop)
         async with _mapped():
             version = await self._pool.fetchval(_QUERIES["version"])
         return is_ours(version)
@@ -122,13 +122,6 @@ class PostgresStore(PostgresClaims):
             self._process = None
             await self._pool.close()
 
-    def _check_loop(self) -> None:
-        """Raise `RuntimeError` in another event loop than the pool's, whose connections a step there would break."""
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise RuntimeError("this registry belongs to another event loop: open one in this loop")
-        self._loop = loop
-
     async def _timed(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
         started = time.monotonic()
         return await self._run(query, *values), started
@@ -139,7 +132,7 @@ class PostgresStore(PostgresClaims):
         Under a higher one, a key that another worker takes at the same moment would be an error instead of held.
         """
         check_process(self._process)
-        self._check_loop()
+        self._loop = check_loop(self._loop)
         async with (
             _mapped(),
             self._pool.acquire() as connection,

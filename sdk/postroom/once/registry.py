@@ -237,7 +237,8 @@ async def open_registry(
     """Open the registry at `url`, and close it after the block.
 
     `postgresql://…` for any number of hosts (needs `postroom[postgres]`), `sqlite:///absolute/path` for the processes
-    of one host, `memory:` for one process, without persistence. What is missing there is created.
+    of one host, `memory:` for one process, without persistence. What is missing there is created. Use it in one event
+    loop: another one, as that of another thread, opens its own.
 
     Keys of all programs that ended more than `keep_days` ago are deleted, at once and every hour. The default is
     90 days, and in Postgres never, since a worker of that database does it (its `once.keep_days`). Where all keys are

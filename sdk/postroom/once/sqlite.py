@@ -28,6 +28,7 @@ from postroom.once.model import (
     PARTS,
     Scope,
     absent,
+    check_loop,
     check_process,
     table,
     unavailable,
@@ -51,6 +52,7 @@ class SqliteStore(SqliteClaims):
         self._db: sqlite3.Connection | None = None
         self._opened: os.stat_result | None = None  # its file
         self._process: int | None = os.getpid()  # that may use it; None once it is closed
+        self._loop: asyncio.AbstractEventLoop | None = None  # where it is used
 
     @classmethod
     async def open(cls, path: Path | None, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
@@ -146,6 +148,7 @@ class SqliteStore(SqliteClaims):
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         check_process(self._process)
+        self._loop = check_loop(self._loop)
         try:
             if self._thread is None:  # in memory no step blocks
                 return call()
