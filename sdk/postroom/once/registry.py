@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 from postroom._wire.once import KeysQuery, KeyState
@@ -93,7 +94,7 @@ class Registry:
         Raises `KeyHeld` where another worker holds the key for longer than `wait`, `InvalidMessage` for a name or a
         result that can't be stored, and `Unavailable` where the store can't be reached.
         """
-        return self._claimed(Scope(tenant, topic, key, self._group))
+        return _Once(self._claimed(Scope(tenant, topic, key, self._group)))
 
     async def begin(self, scope: Scope) -> Begun:
         """Return whether to run, the result, or until when another holds the key; doesn't wait."""
@@ -183,6 +184,25 @@ class Registry:
             raise
         patience = Patience(begun.until - self.clock(), clock=self.clock, sleep=self.sleep)
         await _whole(retrying(lambda: self.commit(scope, begun.owner, claim.kept), patience))
+
+
+class _Once(AbstractAsyncContextManager["Claim"]):
+    """The context manager of one block."""
+
+    def __init__(self, block: AbstractAsyncContextManager[Claim]) -> None:
+        self._block = block
+        self._entered = False
+
+    async def __aenter__(self) -> Claim:
+        if self._entered:
+            raise RuntimeError("this claim was entered before: call `once` again for each block")
+        self._entered = True
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, trace)
 
 
 class Claim:

@@ -102,6 +102,15 @@ async def state(store: Fickle) -> str | None:
     return row and state_of(row)
 
 
+async def test_a_claim_is_entered_once(registry: Registry) -> None:
+    once = registry.once(*NAMES)
+    async with once:
+        pass
+    with pytest.raises(RuntimeError, match="was entered before: call `once` again for each block"):
+        async with once:
+            pass
+
+
 async def test_a_lease_is_renewed_while_the_block_runs(registry: Registry, store: Fickle, time: Hourglass) -> None:
     async with registry.once(*NAMES):
         for _ in range(10):
