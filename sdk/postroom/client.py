@@ -18,6 +18,8 @@ from postroom._wire import spans
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import (
     Body,
+    check_bytes,
+    check_headers,
     check_id,
     check_seconds,
     check_traceparent,
@@ -142,7 +144,7 @@ class AsyncClient(Calls):
         The data is the message's body, the attributes are `meta.cloudevent`, and the id follows from `source` and `id`:
         an event that is sent twice is one message. Raises what `send` raises.
         """
-        event = read_event(headers, body)
+        event = read_event(check_headers(headers), check_bytes(body))
         with spans.sending(to, None, None) as span:
             carried = {} if span.traceparent is None else {"traceparent": span.traceparent}
             return await retrying(

@@ -7,9 +7,9 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import quote
 
 import msgspec
@@ -75,6 +75,21 @@ def check_traceparent(traceparent: Any) -> str:
         sentence = "traceparent must be plain text as 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
         refuse("invalid_field", sentence, "traceparent")
     return traceparent
+
+
+def check_headers(headers: Any) -> Mapping[str, str]:
+    """Return them unchanged; refuse what is not a mapping of text to text, such as a list of pairs or bytes."""
+    items = getattr(headers, "items", None)
+    if items is None or not all(isinstance(word, str) for pair in items() for word in pair):
+        refuse("invalid_field", 'headers must be a mapping of text to text, as {"ce-id": "17", …}', "headers")
+    return cast(Mapping[str, str], headers)
+
+
+def check_bytes(body: Any) -> bytes:
+    """Return it as bytes; refuse what is not, such as text, which JSON would put between quotes."""
+    if body is not None and not isinstance(body, BYTES):
+        refuse("invalid_field", f"the body must be bytes, as the request had them, not {type(body).__name__}", "body")
+    return bytes(body or b"")
 
 
 def _is_number(value: object) -> bool:

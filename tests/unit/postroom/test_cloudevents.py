@@ -135,3 +135,31 @@ def test_what_is_no_event_is_refused_and_the_field_named(change: dict[str, Any],
 def test_what_no_event_can_be_in_is_refused(headers: dict[str, str], body: bytes, sentence: str) -> None:
     with pytest.raises(InvalidMessage, match=sentence):
         read_event(headers, body)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "field"),
+    [
+        ([("ce-id", "1")], b"{}", "headers"),
+        (None, b"{}", "headers"),
+        ({"ce-id": 17}, b"{}", "headers"),
+        ({b"ce-id": b"17"}, b"{}", "headers"),
+        ({"ce-id": "1"}, '{"order": 17}', "body"),
+        ({"ce-id": "1"}, {"order": 17}, "body"),
+    ],
+)
+def test_headers_and_a_body_of_other_types_are_refused_before_anything_is_sent(
+    headers: Any, body: Any, field: str
+) -> None:
+    """A body of text became JSON of it: other data than that of the event."""
+    post = FakeClient()
+    with pytest.raises(InvalidMessage, match=r"must be a mapping of text|must be bytes") as caught:
+        post.send_cloudevent("topic:orders", headers, body)
+    assert (caught.value.problem.field, post.sent) == (field, [])
+
+
+@pytest.mark.parametrize("body", [bytearray(b"17"), memoryview(b"17")])
+def test_bytes_of_any_kind_are_the_data(body: Any) -> None:
+    post = FakeClient()
+    post.send_cloudevent("topic:orders", {f"ce-{name}": value for name, value in GOOD.items()}, body)
+    assert post.sent[0].body == b"17"
