@@ -102,11 +102,11 @@ class FakeDaemon:
     @contextmanager
     def failing(self, error: PostroomError) -> Iterator[None]:
         """Answer everything with `error` within the block: `TryAgain.of("outbox_full", "the disk is full")`."""
-        self._failure = error
+        before, self._failure = self._failure, error
         try:
             yield
         finally:
-            self._failure = None
+            self._failure = before
 
     def _settle(self, row: _Row, status: Outcome, reason: str | None) -> None:
         row.status, row.last_error, row.settled_at = status, reason, datetime.now(UTC)

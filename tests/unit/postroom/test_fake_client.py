@@ -187,6 +187,20 @@ def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
     post.close()
 
 
+def test_a_failure_within_another_ends_alone() -> None:
+    post = FakeClient()
+    with post.daemon.failing(TryAgain.of("outbox_full", "the outbox is full")):
+        with (
+            post.daemon.failing(Unavailable.of("daemon_unreachable", "there is no daemon")),
+            pytest.raises(Unavailable),
+        ):
+            post.ready()
+        with pytest.raises(TryAgain):
+            post.ready()
+    assert post.ready().ready
+    post.close()
+
+
 def test_a_daemon_that_cannot_be_reached_raises_the_class_that_the_test_says() -> None:
     post = FakeClient()
     with post.daemon.failing(Unavailable.of("daemon_unreachable", "there is no daemon")):
