@@ -24,7 +24,7 @@ import msgspec
 from postroom._wire.arguments import BYTES, plain_scalar
 from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
-from postroom._wire.words import not_text
+from postroom._wire.words import not_text, shape_fault
 from postroom.errors import PROBLEM_JSON, InvalidMessage, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
@@ -372,8 +372,19 @@ def _json(value: Any) -> bytes:
 
 
 def to_parameters(query: msgspec.Struct) -> dict[str, str]:
-    """Encode a query struct; what is not set is left out."""
-    members: dict[str, Any] = msgspec.to_builtins(query)
+    """Encode a query struct; what is not set is left out.
+
+    Raises `InvalidMessage` for a value of another type: as text, a list or bytes would select nothing, without a word.
+    """
+    members: Any = msgspec.to_builtins(query, builtin_types=BYTES)
+    try:
+        msgspec.convert(members, type(query), strict=False)
+    except msgspec.ValidationError as error:
+        field, sentence = shape_fault(error, type(query))
+        raise InvalidMessage.of("invalid_query", f"check the query: {sentence}", field=field) from error
+    if not isinstance(members, dict):
+        sentence = f"the query must be a struct, as InboxQuery(limit=10), not {type(query).__name__}"
+        raise InvalidMessage.of("invalid_query", sentence)
     return {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in members.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from postroom import AsyncClient, BrokerClient, Client, InvalidMessage, SendRequest
+from postroom import AsyncClient, BrokerClient, Client, InboxQuery, InvalidMessage, SendRequest
 from postroom._wire.arguments import compose, encode
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
 from postroom._wire.operations import ListQuery, RowFilter
@@ -110,6 +111,23 @@ async def test_text_that_is_not_utf_8_is_refused_in_a_query() -> None:
     async with AsyncClient(NOWHERE, patience=0) as client:
         for ask in (client.trace("a", "b\udcff"), client.list_rows(ListQuery(destination="\udcff"))):
             with pytest.raises(InvalidMessage, match="not UTF-8 text"):
+                await ask
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        (InboxQuery(sender=["bob"]), "sender: Expected `str | null`, got `array`"),  # type: ignore[arg-type]
+        (InboxQuery(sender=b"bob"), "sender: Expected `str | null`, got `bytes`"),  # type: ignore[arg-type]
+        (InboxQuery(limit=0), "limit: Expected `int` >= 1"),
+        ("bob", "must be a struct, as InboxQuery"),
+        (["bob"], "must be a struct, as InboxQuery"),
+    ],
+)
+async def test_a_query_that_would_select_nothing_is_refused(query: Any, sentence: str) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        for ask in (client.inbox(query), anext(client.events(query)), anext(client.export(query))):
+            with pytest.raises(InvalidMessage, match=re.escape(sentence)):
                 await ask
 
 
