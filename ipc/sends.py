@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
-from multidict import istr
+from multidict import MultiMapping, istr
 
 from ipc.connection import (
     JSON,
@@ -90,7 +90,7 @@ class SendRoutes:
             try:
                 headers = request.headers
                 key = idempotency_key(headers.getall(_IDEMPOTENCY_KEY, ()))
-                traceparent = headers.get(_TRACEPARENT)
+                traceparent = traceparent_of(headers)
                 if len(body) > _SMALL_BODY_BYTES:
                     await request.take_turn(len(body))
                 decoded = decode(body)
@@ -178,6 +178,12 @@ def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
     value = values[0].strip()
     quoted = len(value) > 1 and value[0] == value[-1] == '"'
     return value[1:-1] if quoted else value
+
+
+def traceparent_of(headers: MultiMapping[str]) -> str | None:
+    """Return the `traceparent` in the headers; None where there is none, or two, of which none counts (W3C)."""
+    given = headers.getall(_TRACEPARENT, ())
+    return given[0] if len(given) == 1 else None
 
 
 def submitted_by(row: OutboxRow, caller: Caller) -> bool:
@@ -286,7 +292,7 @@ class Batch:
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> tuple[list[PreparedSend | PostroomError], int]:
         """Check the lines in turns with other callers; returns also how many bytes they have."""
         prepared: list[PreparedSend | PostroomError] = []
-        traceparent, most = self._request.headers.get("traceparent"), self._limits.body_bytes
+        traceparent, most = traceparent_of(self._request.headers), self._limits.body_bytes
         size = work = 0
         for line in lines:
             length = len(line) if isinstance(line, bytes) else 0

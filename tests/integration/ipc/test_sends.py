@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.waiting import until, until_so
-from support.wire import encode
+from support.wire import encode, parse
 
 from ipc.peers import Policy
 from ipc.sends import CHUNK_LINES
@@ -45,6 +45,22 @@ async def test_what_is_kept_is_what_was_sent(room: Any) -> None:
     assert envelope.meta == {"a": [1, "ü"], "mentions": ["bob", "carol"]}
     assert (envelope.to, envelope.priority, envelope.reply_to, envelope.traceparent) == ("dm:bob", "now", "r1", trace)
     assert row.fingerprint == prepare(json.dumps(message).encode()).fingerprint
+
+
+async def test_two_traceparents_count_as_none(room: Any) -> None:
+    """As the W3C has it: which of them the message belongs to is anyone's guess."""
+    first = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    second = "00-11111111111111111111111111111111-2222222222222222-01"
+    lines = f"traceparent: {first}\r\nTraceparent: {second}\r\n".encode()
+    requests = (
+        encode("POST", "/v1/send", {"to": "topic:a"}, {}),
+        encode("POST", "/v1/send/batch", b'{"to":"topic:a"}\n', {"Content-Type": "application/x-ndjson"}),
+    )
+    for request in requests:
+        reply = parse(await room.raw(request.replace(b"\r\n", b"\r\n" + lines, 1)))
+        assert reply.status in (200, 202)
+    kept = [msgspec.json.decode(row.payload, type=Envelope) for row in await room.outbox.claim()]
+    assert [envelope.traceparent for envelope in kept] == [None, None]
 
 
 async def test_the_traceparent_of_a_batch_is_that_of_its_messages(room: Any) -> None:
