@@ -29,7 +29,7 @@ from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
-from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_query, refuse_version
+from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version, refuse_what_is_not_taken
 from postroom.errors import NotFound, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -211,8 +211,6 @@ class Server(TimedServer):
         else:
             refuse_tokens_in_query(request, connection.caller)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
-            if route.query is None:
-                refuse_query(request, route)
         if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
         if not connection.is_allowed:
@@ -223,6 +221,7 @@ class Server(TimedServer):
                 "your uid is not among the operators of this daemon: add it to its config, or use sudo",
             )
         if isinstance(request, Request):
+            refuse_what_is_not_taken(request, route)
             expects_more(request)
         return await route.handler(request)
 

@@ -79,8 +79,8 @@ def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -
 def _guarded(route: Route, authorize: Authorize) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         await authorize(request, route.access)
-        if route.answers and route.query is None:  # of a route of an API, not of a page
-            refuse_query(request, route)
+        if route.answers:  # of a route of an API, not of a page
+            refuse_what_is_not_taken(request, route)
         return await route.handler(request)
 
     return handle
@@ -186,10 +186,12 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
 
 
-def refuse_query(request: web.BaseRequest, route: Route) -> None:
-    """Raise `InvalidMessage` where a request for a route that takes no query has one."""
-    if request.query_string:
+def refuse_what_is_not_taken(request: web.BaseRequest, route: Route) -> None:
+    """Raise `InvalidMessage` for a query or a body where the route takes none: a `dry_run` there would be done."""
+    if route.query is None and request.query_string:
         raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters: omit them")
+    if route.body is None and request.can_read_body:
+        raise InvalidMessage.of("bad_request", f"{route.method} {route.path} takes no body: omit it")
 
 
 class Access(NamedTuple):

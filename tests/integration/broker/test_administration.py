@@ -301,4 +301,9 @@ async def test_a_parameter_that_a_route_does_not_take_is_refused_and_nothing_is_
     for ask in (admin.delete("/v1/queues/demo/kept?dry_run=true"), admin.get("/v1/meshes", limit=1)):
         answer = await ask
         assert (answer.status, answer.code) == (400, "invalid_query")
+    token = "/v1/members/demo/bob/token"
+    for method, path in (("DELETE", "/v1/queues/demo/kept"), ("GET", "/v1/queues"), ("POST", token)):
+        answer = await admin.call(method, path, {"dry_run": True})
+        assert (answer.status, answer.code) == (400, "bad_request")
+        assert "takes no body" in answer.body["detail"]
     assert "kept" in [each["name"] for each in (await admin.get("/v1/queues", mesh="demo")).body["queues"]]
