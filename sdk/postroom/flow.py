@@ -34,6 +34,7 @@ whose body has that id as `answers`. The first answer to a request counts; later
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -404,7 +405,8 @@ def _check_handler(function: Any, what: str, arguments: str) -> None:
 
 
 def _wrong_step(activity: Activity, value: Any) -> InvalidFlow:
-    return _invalid(f"{activity.name!r} returned {value!r:.80}, of type {type(value).__name__}: {_ADVICE}")
+    shown = reprlib.repr(value)  # also where its own `__repr__` fails
+    return _invalid(f"{activity.name!r} returned {shown:.80}, of type {type(value).__name__}: {_ADVICE}")
 
 
 def _invalid(detail: str) -> InvalidFlow:

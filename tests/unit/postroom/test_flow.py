@@ -71,6 +71,16 @@ def test_a_completion_is_registered_bare_or_with_a_retry_policy_of_its_own() -> 
     assert (patient.completion, patient.completion_policy) == (load, policy)
 
 
+def test_a_returned_value_that_cannot_be_shown_is_named_by_its_type() -> None:
+    class Order:
+        def __repr__(self) -> str:
+            raise LookupError("no such order")
+
+    flow = Flow("nightly-export")
+    with pytest.raises(InvalidFlow, match="of type Order: return "):
+        next_steps(flow, flow.activity(extract), Order())
+
+
 @pytest.mark.parametrize("returned", ["load", {"load": 1}, 7, ["load"], [None], Spawn("load", 1), [Again("load", 1)]])  # type: ignore[arg-type] # the same
 def test_what_is_no_step_is_refused_with_what_would_be_one(returned: Any) -> None:
     flow = Flow("nightly-export")
