@@ -21,10 +21,10 @@ from ipc.connection import Request, json_answer
 from ipc.services import Services
 from postroom._wire.message import check_destination
 from postroom._wire.sends import EventsQuery, InboxQuery
+from postroom._wire.transport import EVENT_STREAM
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain
 
-EVENT_STREAM: Final = "text/event-stream"
 _PAGE: Final = 200  # messages read from the file at once
 _PAGE_BYTES: Final = 256 * 1024  # of them, after which fewer are read
 _RETRY_MS: Final = 1000  # after which a browser reconnects

@@ -33,11 +33,10 @@ from postroom._wire.operations import (
 )
 from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
+from postroom._wire.transport import SQLITE
 from postroom._wire.words import when
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
-
-SQLITE: Final = "application/vnd.sqlite3"
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 

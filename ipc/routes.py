@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from ipc.control import EXPOSITION, ControlRoutes, RelayRoutes, TopicRoutes
-from ipc.inbox import EVENT_STREAM, InboxRoutes
-from ipc.outbox import SQLITE, OutboxRoutes
+from ipc.inbox import InboxRoutes
+from ipc.outbox import OutboxRoutes
 from ipc.sends import SendRoutes
 from ipc.services import Services
 from postroom._wire.administration import Subscription, TopicList
@@ -52,6 +52,7 @@ from postroom._wire.sends import (
     Version,
 )
 from postroom._wire.trace import Story, TraceQuery
+from postroom._wire.transport import EVENT_STREAM, SQLITE
 from postroom.chassis.routes import NDJSON, Access, Route, openapi
 
 CALLER = "caller"

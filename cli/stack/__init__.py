@@ -124,7 +124,10 @@ class PageProgram(Program):
         transport = Transport(Pool(url_dial(self.url, None)), self.url, peer, _PROBE_SECONDS)
         try:
             async with transport.open("GET", path, silence=_PROBE_SECONDS) as answer:
-                return b"\n".join([line async for lines in transport.lines(answer) for line in lines]).decode()
+                page = bytearray()
+                while piece := await answer.read(_PROBE_SECONDS):
+                    page += piece
+                return page.decode()
         finally:
             await transport.close()
 

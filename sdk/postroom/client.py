@@ -70,7 +70,7 @@ from postroom._wire.sends import (
     Version,
 )
 from postroom._wire.trace import Story, TraceQuery
-from postroom._wire.transport import Calls, Exchanges, Peer, Transport, find_socket, to_parameters
+from postroom._wire.transport import NDJSON, SQLITE, Calls, Exchanges, Peer, Transport, find_socket, to_parameters
 from postroom.errors import NotFound, PostroomError
 
 __all__ = ["AsyncClient"]
@@ -277,7 +277,9 @@ class AsyncClient(Calls):
         """Stream every row that `query` selects, oldest first; raises `Unavailable` where the stream breaks off."""
         parameters = to_parameters(query or ListQuery())
         silence = self._transport.timeout
-        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as answer:
+        async with self._transport.open(
+            "GET", "/v1/outbox/export", query=parameters, expected=NDJSON, silence=silence
+        ) as answer:
             async for lines in self._transport.lines(answer):
                 for line in lines:
                     yield self._transport.decode(line, OutboxRow)
@@ -393,7 +395,9 @@ class AsyncClient(Calls):
         async def data() -> AsyncGenerator[bytes, None]:
             yield msgspec.json.encode(BackupRequest(reason=reason))
 
-        async with self._transport.open("POST", "/v1/outbox/backup", data=data(), silence=silence) as answer:
+        async with self._transport.open(
+            "POST", "/v1/outbox/backup", data=data(), expected=SQLITE, silence=silence
+        ) as answer:
             while piece := await answer.read(silence):
                 yield piece
 

@@ -111,6 +111,7 @@ class Batch:
                 data=self._body(over),
                 headers=self._headers,
                 media=NDJSON,
+                expected=NDJSON,
                 silence=self._transport.timeout,
             ) as answer:
                 async for lines in self._transport.lines(answer):

@@ -7,7 +7,7 @@ from typing import Final
 from postroom._wire.message import MAX_BODY_BYTES
 from postroom._wire.retry import Patience
 from postroom._wire.sends import EventsQuery, InboxMessage
-from postroom._wire.transport import Transport, to_parameters
+from postroom._wire.transport import EVENT_STREAM, Transport, to_parameters
 from postroom.errors import PostroomError
 
 SILENCE_SECONDS: Final = 60.0  # without even a heartbeat, after which the connection counts as broken
@@ -41,7 +41,12 @@ class Following:
         self._event = {}
         headers = {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
         async with self._transport.open(
-            "GET", "/v1/events", query=self._parameters, headers=headers, silence=self._transport.timeout
+            "GET",
+            "/v1/events",
+            query=self._parameters,
+            headers=headers,
+            expected=EVENT_STREAM,
+            silence=self._transport.timeout,
         ) as answer:
             async for lines in self._transport.lines(answer, longest=_LONGEST_LINE, silence=SILENCE_SECONDS):
                 self._patience.restart()

@@ -34,6 +34,8 @@ SYSTEM_DIRECTORY: Final = Path("/run/postroom")
 MAX_SOCKET_PATH: Final = 107  # bytes; sockaddr_un leaves no room for more
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
+SQLITE: Final = "application/vnd.sqlite3"
+EVENT_STREAM: Final = "text/event-stream"
 MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
@@ -239,10 +241,12 @@ class Transport:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         media: str = JSON,
+        expected: str | None = None,
         silence: float,
     ) -> AsyncIterator[Connection]:
         """Send one request, whose body may come in pieces, and yield the connection to read a successful answer from.
 
+        An answer has to be of the `expected` media type, where there is one: a page would be an empty or broken stream.
         The head of the answer may take `silence` seconds; the rest has no limit.
         """
         framing = "" if data is None else f"Content-Type: {media}\r\nTransfer-Encoding: chunked\r\n"
@@ -254,6 +258,8 @@ class Transport:
             ):
                 if head.status >= HTTPStatus.MULTIPLE_CHOICES:
                     self.peer.refusal(head.status, head.media, await self._whole(connection))
+                if expected not in (None, head.media):
+                    raise self.peer.foreign(f"it answered {head.status} as {head.media}, not as {expected}")
                 yield connection
         except (Unreachable, Garbled, OSError) as error:
             raise self.peer.failure(error) from error
@@ -271,7 +277,7 @@ class Transport:
         """Yield the complete lines of each piece of an answer, as it comes; raises where none comes in time.
 
         A line may have `longest` bytes, and the peer may be silent for `silence` seconds (as long as an exchange may
-        take where that is not given).
+        take where that is not given). Raises `Unavailable` too where the answer ends within a line.
         """
         rest = b""
         while piece := await answer.read(silence or self.timeout):
@@ -280,6 +286,8 @@ class Transport:
                 raise self.peer.foreign(f"a line of its answer is longer than {longest} bytes")
             if lines:
                 yield lines
+        if rest:
+            raise self.peer.lost()
 
     def _request(
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str] | None, framing: str

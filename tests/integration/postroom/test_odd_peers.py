@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.wire import Serve, Speak
 
-from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable
+from postroom import AsyncClient, BrokerClient, NotPermitted, SendRequest, Unavailable
 from postroom._wire import transport
 
 LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1, and its key
@@ -53,6 +53,30 @@ async def test_an_answer_that_is_not_ours_is_said_to_be_so(kind: str, speak: Spe
     assert caught.value.code == "not_understood"
     assert not caught.value.retryable
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("page", [b"<html>sign in</html>", b"<html>\nsign\nin\n</html>\n"])
+async def test_a_page_in_place_of_a_stream_is_said_to_be_one(page: bytes, speak: Speak) -> None:
+    """It was an export without a row, a backup of what is none, and a connection that broke again and again."""
+    path = await speak(answer(page, media="text/html"))
+    async with AsyncClient(path, timeout=5, patience=60) as client:
+        for stream in (
+            client.export(),
+            client.backup(reason="nightly"),
+            client.events(),
+            client.send_many([SendRequest(to="topic:orders")]),
+        ):
+            with pytest.raises(Unavailable, match="it answered 200 as text/html, not as") as caught:
+                await anext(stream)
+            assert (caught.value.code, caught.value.retryable) == ("not_understood", False)
+
+
+async def test_an_export_that_ends_within_a_row_is_not_one(speak: Speak) -> None:
+    path = await speak(answer(b'{"id": "01M', media="application/x-ndjson"))
+    async with AsyncClient(path, timeout=5, patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await anext(client.export())
+    assert caught.value.code == "connection_lost"
 
 
 @pytest.mark.parametrize(
