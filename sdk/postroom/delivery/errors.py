@@ -120,7 +120,7 @@ def not_failing(source: str, key: str) -> NotFound:
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     """Refuse a replay that no consumer would take, or that the server would take for a request to itself."""
-    why = f"its consumer {consumer!r} does not consume {subject!r} now; start it first"
+    why = f"its consumer {consumer!r} does not consume {subject!r} now; start it with that subject, or drop the letter"
     if not consumer:
         why = f"no stream has its subject {subject!r}; declare one that has it, or drop the letter"
     return Conflict.of("consumer_gone", f"cannot replay {letter}: {why}")

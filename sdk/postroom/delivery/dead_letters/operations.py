@@ -6,7 +6,8 @@ agents, of daemons and of other programs) are read from the stream, and get a ro
 
 A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was
 interrupted and repeated is still one message. It names the consumer that buried it, and every other consumer skips it,
-so that consumer has to exist. The letter's row is locked meanwhile, so that two operators cannot replay it at once.
+so that consumer has to exist, and to filter for the subject. The letter's row is locked meanwhile, so that two
+operators cannot replay it at once.
 
 Letters are settled in batches: their rows are locked, their messages published pipelined, and those that a stream has
 acknowledged settled, in one transaction. A process that is killed in between has settled none of them; the next replay
@@ -60,7 +61,7 @@ from postroom.delivery.errors import (
 )
 from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
-from postroom.delivery.streams import all_streams, covers
+from postroom.delivery.streams import all_streams, covers, filters_of
 from postroom.delivery.subjects import dead_letter_subject, is_literal, mesh_named_by, stream_name
 from postroom.errors import PostroomError
 
@@ -311,15 +312,15 @@ class LetterOperations:
         wanted = letter.consumer, letter.original_subject
         if wanted not in self._there:
             try:
-                stream = await self._js.find_stream_name_by_subject(letter.original_subject)
+                stream, filters = await self._js.find_stream_name_by_subject(letter.original_subject), [">"]
                 if letter.consumer:  # without one it is another program's, for all consumers
-                    await self._js.consumer_info(stream, letter.consumer)
+                    filters = filters_of((await self._js.consumer_info(stream, letter.consumer)).config)
             except (NotFoundError, ValueError):  # no consumer may have a name that nats-py refuses
                 self._there[wanted] = False
             except NATS_ERRORS as error:
                 raise from_nats(error, f"replaying the dead letter {id_}") from error
             else:
-                self._there[wanted] = True
+                self._there[wanted] = any(covers(pattern, letter.original_subject) for pattern in filters)
         if not self._there[wanted]:
             raise consumer_gone(id_, letter.consumer, letter.original_subject)
         return letter

@@ -123,6 +123,23 @@ async def test_a_letter_that_cannot_be_replayed_keeps_no_other_and_stays_as_it_i
     assert await find(office) == []
 
 
+async def test_a_consumer_that_filters_for_other_subjects_now_is_sent_no_replay(office: Any, dead: list[str]) -> None:
+    """It was deleted, and runs again under the same name with another filter: nobody would take the message."""
+    name = f"{office.context}.event"
+    await office.js.delete_consumer(office.stream, "billing")
+    settings = {"durable_name": "billing", "ack_policy": "explicit"}
+    await office.js.add_consumer(office.stream, **settings, filter_subject=f"{name}.invoice_sent.>")
+    found = await find(office)
+    outcomes = await settle(office, found)
+    assert {outcome.problem.code for outcome in outcomes if isinstance(outcome, PostroomError)} == {"consumer_gone"}
+    assert (len(await find(office)), await notes(office), await office.ids()) == (len(dead), [], [])
+
+    await office.js.add_consumer(
+        office.stream, **settings, filter_subjects=[f"{name}.invoice_sent.>", f"{name}.order_placed.>"]
+    )
+    assert not any(isinstance(outcome, PostroomError) for outcome in await settle(office, found))
+
+
 async def test_two_operators_at_once_replay_each_letter_once(office: Any, dead: list[str]) -> None:
     found = await find(office)
     both = await asyncio.gather(settle(office, found), settle(office, found))
