@@ -31,7 +31,7 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
-from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
+from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.publishing.postgres import (
     EFFECTS as FAILING,
 )
@@ -106,13 +106,13 @@ class Consumers:
         query = decode_query(request, ConsumersQuery)
         meshes = None if query.mesh is None else [query.mesh]
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            found = await find_unreachable(connection)
-            begun = await count_begun(connection)
-        page = ConsumerPage(pausing=[Pause(consumer=name, error=error) for name, error in found.items()])
+            begun = await find_begun(connection)
+        pausing = {one.consumer: one.error for one in begun if one.error}
+        page = ConsumerPage(pausing=[Pause(consumer=name, error=error) for name, error in pausing.items()])
         async with self._nats.opened(BRIEFLY) as (js, unread):
             page.unread = unread
             try:
-                page.consumers = [] if js is None else await list_durables(js, meshes, begun, found, oldest=True)
+                page.consumers = [] if js is None else await list_durables(js, meshes, begun, oldest=True)
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
         async with self._database.read(request[PRINCIPAL].whose) as connection:

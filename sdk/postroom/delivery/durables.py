@@ -4,7 +4,7 @@ NATS knows what waits, what is in hand and who paused it; the record in Postgres
 are unreachable.
 """
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -12,15 +12,16 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerInfo
+from nats.js.api import ConsumerInfo, StreamInfo
 from nats.js.errors import NotFoundError
 
 from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import Durable
 from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats, still_runs
+from postroom.delivery.http.inbox_messages import Begun
 from postroom.delivery.nats import connection_of
-from postroom.delivery.streams import all_consumers, all_streams, filters_of
+from postroom.delivery.streams import all_consumers, all_streams, covers, filters_of
 
 _QUERIES: Final = load_queries(__package__, "durables.sql")
 _KEPT: Final = timedelta(hours=2)  # how long what waited in a minute is known
@@ -47,29 +48,43 @@ async def find_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo
 async def list_durables(
     js: JetStreamContext,
     meshes: Collection[str] | None,
-    begun: Mapping[str, int],
-    unreachable: Mapping[str, str],
+    begun: Sequence[Begun],
     *,
     oldest: bool = False,
 ) -> list[Durable]:
     """Return the durable consumers of the streams of `meshes`, or of all, by stream and name.
 
-    `begun` and `unreachable` are what the record knows, by consumer. `oldest` also looks up since when messages wait,
-    with a request for each filter of a consumer. Raises what nats-py raises.
+    `begun` is what the record knows. `oldest` also looks up since when messages wait, with a request for each filter of
+    a consumer. Raises what nats-py raises.
     """
     return [
-        _durable(info, begun, unreachable, await _oldest(js, info) if oldest else None)
-        async for info in each_durable(js, meshes)
+        _durable(info, _own(begun, stream, info), await _oldest(js, info) if oldest else None)
+        async for stream, info in _each(js, meshes)
     ]
 
 
 async def each_durable(js: JetStreamContext, meshes: Collection[str] | None) -> AsyncIterator[ConsumerInfo]:
     """Yield what NATS knows of the durable consumers of the streams of `meshes`, or of all, by stream and name."""
+    async for _, info in _each(js, meshes):
+        yield info
+
+
+async def _each(js: JetStreamContext, meshes: Collection[str] | None) -> AsyncIterator[tuple[StreamInfo, ConsumerInfo]]:
     own = None if meshes is None else tuple(start for mesh in meshes for start in (f"{mesh}.", f"cmd.{mesh}."))
     for stream in sorted((await all_streams(js)).infos, key=lambda stream: stream.config.name or ""):
         if own is None or any(subject.startswith(own) for subject in stream.config.subjects or []):
             for info in await find_consumers(js, stream.config.name or ""):
-                yield info
+                yield stream, info
+
+
+def _own(begun: Sequence[Begun], stream: StreamInfo, info: ConsumerInfo) -> list[Begun]:
+    """Return what the record knows of a consumer: there may be others of its name, in other streams."""
+    patterns = [stream.config.subjects or [], filters_of(info.config)]
+    return [
+        one
+        for one in begun
+        if one.consumer == info.name and all(any(covers(each, one.subject) for each in some) for some in patterns)
+    ]
 
 
 def pause_of(info: ConsumerInfo) -> OperatorPause | None:
@@ -132,9 +147,7 @@ async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:
     return min(moments, default=None)
 
 
-def _durable(
-    info: ConsumerInfo, begun: Mapping[str, int], unreachable: Mapping[str, str], oldest_at: datetime | None
-) -> Durable:
+def _durable(info: ConsumerInfo, begun: Sequence[Begun], oldest_at: datetime | None) -> Durable:
     places = (info.delivered, info.ack_floor)
     moments = [at.last_active for at in places if at is not None and at.last_active is not None]
     by = pause_of(info)
@@ -148,8 +161,8 @@ def _durable(
         asks=bool(info.num_waiting),
         oldest_at=oldest_at,
         seen_at=max(moments, default=None),
-        begun=begun.get(info.name, 0),
-        paused=unreachable.get(info.name) if by is None else by.reason,
+        begun=sum(one.messages for one in begun),
+        paused=next((one.error for one in begun if one.error), None) if by is None else by.reason,
         paused_by=None if by is None else by.by,
     )
 

@@ -22,7 +22,7 @@ from postroom.chassis.runtime import within
 from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
-from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
+from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
 from postroom.delivery.publishing.record import Record, WorkQueues
@@ -118,8 +118,7 @@ class Upkeep:
         try:
             with suppress(*NATS_ERRORS, *POSTGRES_ERRORS):
                 meshes = [row["slug"] for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"])]
-                begun, unreachable = await count_begun(self._pool), await find_unreachable(self._pool)
-                self._durables = await list_durables(link.js, meshes, begun, unreachable)
+                self._durables = await list_durables(link.js, meshes, await find_begun(self._pool))
         finally:
             self._looking = None
 

@@ -77,19 +77,21 @@ async def get_inbox_backlog(connection: Connection | Pool, context: str, consume
     return Backlog(*row) if row is not None else Backlog(0, None)
 
 
-async def find_unreachable(connection: Connection | Pool) -> dict[str, str]:
-    """Return why the handlers of consumers cannot be reached, by consumer, webhooks among them, wherever they run.
+class Begun(NamedTuple):
+    """What a consumer has begun of a subject and not ended, and why its handler is unreachable, where it is.
 
     Calls of such a handler pause (docs/contract/delivery.md#delivery-37).
     """
-    rows = await connection.fetch(QUERIES["unreachable"], NOBODY_THERE)
-    return {row["consumer"]: row["error"] for row in rows}
+
+    consumer: str
+    subject: str
+    messages: int
+    error: str | None
 
 
-async def count_begun(connection: Connection | Pool) -> dict[str, int]:
-    """Return how many messages each consumer has begun and not ended, wherever it runs, of those that have any."""
-    rows = await connection.fetch(QUERIES["begun"])
-    return {row["consumer"]: row["messages"] for row in rows}
+async def find_begun(connection: Connection | Pool) -> list[Begun]:
+    """Return what consumers have begun, webhooks among them, wherever they run, by consumer and subject."""
+    return [Begun(*row) for row in await connection.fetch(QUERIES["begun"], NOBODY_THERE)]
 
 
 class InboxMessages:

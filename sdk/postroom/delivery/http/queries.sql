@@ -7,18 +7,13 @@ FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (consumer = $2 OR $2::text IS NULL);
 
 -- name: begun
--- How many messages of each consumer are neither processed nor dead.
-SELECT consumer, count(*) AS messages FROM postroom.inbox_messages
-WHERE processed_at IS NULL AND dead_at IS NULL GROUP BY consumer;
-
--- name: unreachable
--- Which consumers have messages whose handler was unreachable when they were tried last, and an error of each; $1: the
--- codes that such an error begins with.
-SELECT consumer, max(last_error) AS error
+-- How many messages of each consumer and subject are neither processed nor dead, and an error of those whose handler was
+-- unreachable when they were tried last; $1: the codes that such an error begins with.
+SELECT consumer, subject, count(*), max(last_error) FILTER (WHERE split_part(last_error, ':', 1) = ANY ($1::text[]))
 FROM postroom.inbox_messages
-WHERE processed_at IS NULL AND dead_at IS NULL AND split_part(last_error, ':', 1) = ANY ($1::text[])
-GROUP BY consumer
-ORDER BY consumer;
+WHERE processed_at IS NULL AND dead_at IS NULL
+GROUP BY consumer, subject
+ORDER BY consumer, subject;
 
 -- name: sweep
 -- Deletes up to $4 rows of the consumer $1 that ended longer than $2 ago, and before $3, the age of the oldest message

@@ -11,15 +11,16 @@ import asyncpg
 import pytest
 from support.handlers import CountingHandler
 from support.http_consumers import Inbox
-from support.jetstream import QUICK, Context
+from support.jetstream import QUICK, Context, Script
 
 from postroom.chassis.postgres import REFUSED, migrate
 from postroom.claims import DONE, Claim, Dead, Done, Held, Later, Outcome
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import Attempts
+from postroom.delivery.durables import list_durables
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
-from postroom.delivery.http.inbox_messages import InboxMessages, get_inbox_backlog, open_inbox_pool
+from postroom.delivery.http.inbox_messages import InboxMessages, find_begun, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.http.requests import Incoming, read
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerSettings
@@ -143,6 +144,30 @@ async def test_the_backlog_counts_what_is_neither_processed_nor_dead(
     assert backlog.oldest_at is not None
     assert (await get_inbox_backlog(pool, context.name, "mine"), backlog) == (backlog, backlog)
     assert await get_inbox_backlog(pool, context.name, "another") == (0, None)
+
+
+UNREACHABLE = Later("handler_unreachable: no connection to http://127.0.0.1:8000", 1)
+
+
+@pytest.mark.parametrize("by", ["filters", "streams"])
+async def test_what_is_known_of_a_consumer_is_not_said_of_one_of_the_same_name_in_another_mesh(
+    pool: asyncpg.Pool[asyncpg.Record], context: Context, by: str
+) -> None:
+    name, other = f"same_{by}", Context(context.connection)
+    await other.declare()
+    for each in (context, other):
+        await each.consumer(Script(), durable=name, filter_subjects=[each.subject] if by == "filters" else []).declare()
+    inbox = InboxMessages(pool, name, lease_seconds=30)
+    await inbox.settle(await claimed(inbox, incoming(context, "m-1")), UNREACHABLE, counts=False)
+    await claimed(inbox, incoming(other, "m-1"))
+    await claimed(inbox, incoming(other, "m-2"))
+
+    found = await list_durables(context.js, [context.name, other.name], await find_begun(pool))
+    await other.remove()
+    assert {one.stream: (one.begun, one.paused) for one in found} == {
+        context.events: (1, UNREACHABLE.error),
+        other.events: (2, None),
+    }
 
 
 INSERT = (
