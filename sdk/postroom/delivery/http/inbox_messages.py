@@ -53,6 +53,7 @@ _TABLE: Final = Table(
 )
 _PARTS: Final = load_queries(__package__, "claims.sql")
 _GROUP: Final = 500  # messages in a statement
+_TRIED: Final = timedelta(minutes=10)  # a handler that is unreachable is tried more often than that
 _PAUSES: Final = Backoff(0.1, 5.0)  # between two tries
 _NOTHING_IS_OLDER: Final = datetime(1, 1, 1, tzinfo=UTC)
 # The planner does not know the lengths of the arrays; by its guess it would read the whole table for 1,000 messages.
@@ -91,7 +92,7 @@ class Begun(NamedTuple):
 
 async def find_begun(connection: Connection | Pool) -> list[Begun]:
     """Return what consumers have begun, webhooks among them, wherever they run, by consumer and subject."""
-    return [Begun(*row) for row in await connection.fetch(QUERIES["begun"], NOBODY_THERE)]
+    return [Begun(*row) for row in await connection.fetch(QUERIES["begun"], NOBODY_THERE, _TRIED)]
 
 
 class InboxMessages:

@@ -8,8 +8,11 @@ WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (cons
 
 -- name: begun
 -- How many messages of each consumer and subject are neither processed nor dead, and an error of those whose handler was
--- unreachable when they were tried last; $1: the codes that such an error begins with.
-SELECT consumer, subject, count(*), max(last_error) FILTER (WHERE split_part(last_error, ':', 1) = ANY ($1::text[]))
+-- unreachable when they were tried last, unless that is longer ago than $2: then nobody has them any more. $1: the codes that
+-- such an error begins with.
+SELECT consumer, subject, count(*), max(last_error) FILTER (
+  WHERE split_part(last_error, ':', 1) = ANY ($1::text[]) AND begun_at > clock_timestamp() - $2::interval
+)
 FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL
 GROUP BY consumer, subject

@@ -20,7 +20,7 @@ from postroom.delivery.consumer import Attempts
 from postroom.delivery.durables import list_durables
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
-from postroom.delivery.http.inbox_messages import InboxMessages, find_begun, get_inbox_backlog, open_inbox_pool
+from postroom.delivery.http.inbox_messages import Begun, InboxMessages, find_begun, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.http.requests import Incoming, read
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerSettings
@@ -168,6 +168,22 @@ async def test_what_is_known_of_a_consumer_is_not_said_of_one_of_the_same_name_i
         context.events: (1, UNREACHABLE.error),
         other.events: (2, None),
     }
+
+
+async def test_a_handler_is_not_unreachable_because_of_messages_that_nobody_tries_any_more(
+    mine: InboxMessages, pool: asyncpg.Pool[asyncpg.Record], message: Incoming
+) -> None:
+    """Their consumer was deleted and begins later in the stream, or the stream has lost them for their age."""
+    await mine.settle(await claimed(mine, message), UNREACHABLE, counts=False)
+    assert (await found(pool, message)).error == UNREACHABLE.error
+    long_ago = "UPDATE postroom.inbox_messages SET begun_at = now() - interval '11 minutes' WHERE source_context = $1"
+    await pool.execute(long_ago, message.source_context)
+    assert (await found(pool, message)) == Begun("mine", message.delivery.subject, 1, None)
+
+
+async def found(pool: asyncpg.Pool[asyncpg.Record], message: Incoming) -> Begun:
+    (one,) = [each for each in await find_begun(pool) if each.subject == message.delivery.subject]
+    return one
 
 
 INSERT = (
