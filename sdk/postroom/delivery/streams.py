@@ -9,6 +9,7 @@ what one process has in hand plus what may wait for its next attempt, since a wa
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -224,6 +225,13 @@ async def all_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]
             return infos
 
 
+async def subjects_of(js: JetStreamContext, settings: ConsumerSettings) -> list[str]:
+    """Return what a consumer receives: its filters, else the subjects of its stream; `>` while that is unknown."""
+    with suppress(*NATS_ERRORS, NotFoundError):
+        return settings.filter_subjects or (await js.stream_info(settings.stream)).config.subjects or [">"]
+    return [">"]
+
+
 async def consumer_created(js: JetStreamContext, settings: ConsumerSettings) -> datetime:
     """Return when the consumer was created: another time means another consumer, with sequences of its own."""
     info: ConsumerInfo = await js.consumer_info(settings.stream, settings.durable)
@@ -363,6 +371,12 @@ def covers(pattern: str, subject: str) -> bool:
         if index >= len(wanted) or wanted[index] == ">" or word not in ("*", wanted[index]):
             return False
     return len(words) == len(wanted)
+
+
+def expression_of(pattern: str) -> str:
+    """Return the regular expression, as Postgres has them, that matches the subjects that `pattern` does."""
+    words = [".+" if word == ">" else "[^.]+" if word == "*" else re.escape(word) for word in pattern.split(".")]
+    return "^" + r"\.".join(words) + "$"
 
 
 def overlap(one: str, other: str) -> bool:

@@ -1,6 +1,6 @@
 """A consumer with an HTTP handler: connections, inbox, calls and sweep, by its section of the config."""
 
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -19,7 +19,7 @@ from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.http.inbox_messages import Backlog, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.nats import connect
 from postroom.delivery.programs import latency_totals
-from postroom.delivery.streams import ensure_stream
+from postroom.delivery.streams import ensure_stream, subjects_of
 from postroom.errors import Conflict, PostroomError
 from postroom.worker.config import ConsumerSection, WorkerConfig
 from postroom.worker.metrics import of_consumer
@@ -37,6 +37,7 @@ class HttpConsumer:
     pool: Pool
     nats: Client
     consumer: PostingConsumer
+    subjects: Sequence[str]
     flows: ClassVar[Collection[str]] = ()
 
     @property
@@ -65,7 +66,7 @@ class HttpConsumer:
     async def backlog(self) -> Backlog | None:
         """Return the consumer's backlog; None where Postgres cannot be asked."""
         try:
-            return await get_inbox_backlog(self.pool, self.config.context, self.config.consumer.durable)
+            return await get_inbox_backlog(self.pool, self.config.consumer.durable, self.subjects)
         except POSTGRES_ERRORS:
             return None
 
@@ -136,4 +137,5 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
             raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
         except PostroomError as error:  # the stream is not declared yet, or NATS is not ready: `run` tries again
             _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
-        yield HttpConsumer(config=config, pool=pool, nats=nats, consumer=consumer)
+        subjects = await subjects_of(nats.jetstream(), settings)
+        yield HttpConsumer(config=config, pool=pool, nats=nats, consumer=consumer, subjects=subjects)

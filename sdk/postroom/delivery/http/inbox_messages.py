@@ -37,6 +37,7 @@ from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 from postroom.delivery.nats import CLOCK_SKEW, end_if_cancelled
 from postroom.delivery.settings import InboxSettings
+from postroom.delivery.streams import expression_of
 
 _log = structlog.get_logger(__name__)
 
@@ -72,9 +73,9 @@ async def open_inbox_pool(url: str, *, name: str, connections: int) -> Pool:
     return await open_rooms(url, ROOM, name=name, connections=connections, settings=_PLAN_BY_KEY)
 
 
-async def get_inbox_backlog(connection: Connection | Pool, context: str, consumer: str | None = None) -> Backlog:
-    """Count what came from `context`, for one consumer or for all."""
-    row = await connection.fetchrow(QUERIES["backlog"], context, consumer)
+async def get_inbox_backlog(connection: Connection | Pool, consumer: str, subjects: Sequence[str]) -> Backlog:
+    """Count those of a consumer of `subjects`; there may be others of its name, in other streams."""
+    row = await connection.fetchrow(QUERIES["backlog"], consumer, [expression_of(subject) for subject in subjects])
     return Backlog(*row) if row is not None else Backlog(0, None)
 
 

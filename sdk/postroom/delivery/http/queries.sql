@@ -1,10 +1,11 @@
 -- What is asked of the HTTP handler's inbox beside its claims (claims.sql).
 
 -- name: backlog
--- How many messages of a context are neither processed nor dead, and since when (docs/contract/delivery.md#delivery-34).
+-- How many messages of the consumer $1 are neither processed nor dead, and since when, of those whose subjects match one of the
+-- regular expressions $2 (docs/contract/delivery.md#delivery-34).
 SELECT count(*), min(received_at)
 FROM postroom.inbox_messages
-WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (consumer = $2 OR $2::text IS NULL);
+WHERE processed_at IS NULL AND dead_at IS NULL AND consumer = $1 AND subject ~ ANY ($2::text[]);
 
 -- name: begun
 -- How many messages of each consumer and subject are neither processed nor dead, and an error of those whose handler was

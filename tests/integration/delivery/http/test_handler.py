@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.handlers import Call, CountingHandler, serving
-from support.http_consumers import Inbox, settled
+from support.http_consumers import Inbox, config_of, consuming, settled
 from support.jetstream import DURABLE, QUICK, Context
 from support.traces import TRACE, attributes, links_of, parent_of
 from support.waiting import until as until_noticed
@@ -22,7 +23,7 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.routes import exposition
 from postroom.delivery import pull
 from postroom.delivery.http import handler as http_handler
-from postroom.delivery.settings import BackoffSettings
+from postroom.delivery.settings import BackoffSettings, HandlerSettings
 from postroom.signatures import verify
 from postroom.worker.consumer import HttpConsumer
 
@@ -438,3 +439,21 @@ async def test_a_stopped_consumer_gives_back_what_it_has_not_begun(
 
 async def _in_hand(services: HttpConsumer, messages: int) -> bool:
     return services.consumer.in_hand == messages
+
+
+@pytest.mark.parametrize("filters", [("{}.event.>",), ()], ids=["filtered", "the_whole_stream"])
+async def test_a_consumer_of_another_meshs_events_knows_its_backlog(
+    context: Context, nats_url: str, inbox_database: str, handler: CountingHandler, filters: tuple[str, ...]
+) -> None:
+    handler.answer = answering(500)
+    subjects, rarely = [each.format(context.name) for each in filters], BackoffSettings(first_seconds=60)
+    settings = HandlerSettings(url=handler.url)
+    config = config_of(context, nats_url, inbox_database, settings, filter_subjects=subjects, backoff=rarely)
+    async with consuming(msgspec.structs.replace(config, context="sea")) as services:
+        await context.publish(["m-1"])
+
+        async def counted() -> bool:
+            backlog = await services.backlog()
+            return backlog is not None and backlog.messages == 1
+
+        await until_so(counted, "the message is in the backlog")

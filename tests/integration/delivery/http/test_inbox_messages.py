@@ -134,16 +134,20 @@ async def test_many_are_claimed_by_few_statements_each_with_its_own_state(
 async def test_the_backlog_counts_what_is_neither_processed_nor_dead(
     mine: InboxMessages, pool: asyncpg.Pool[asyncpg.Record], context: Context
 ) -> None:
-    assert await get_inbox_backlog(pool, context.name) == (0, None)
+    name, subjects = mine.consumer, [context.subject]
+    assert await get_inbox_backlog(pool, name, subjects) == (0, None)
     for number, state in enumerate([DONE, POISON, BUSY]):
         await mine.settle(await claimed(mine, incoming(context, f"m-{number}")), state)
     await claimed(mine, incoming(context, "leased"))
 
-    backlog = await get_inbox_backlog(pool, context.name)
+    backlog = await get_inbox_backlog(pool, name, subjects)
     assert backlog.messages == 2
     assert backlog.oldest_at is not None
-    assert (await get_inbox_backlog(pool, context.name, "mine"), backlog) == (backlog, backlog)
-    assert await get_inbox_backlog(pool, context.name, "another") == (0, None)
+    for pattern in (f"{context.name}.>", f"{context.name}.event.*.v1"):
+        assert await get_inbox_backlog(pool, name, ["other.event.>", pattern]) == backlog
+    for pattern in (f"{context.name}.event.*", "other.event.>", context.subject.replace(".", "*")):
+        assert await get_inbox_backlog(pool, name, [pattern]) == (0, None)
+    assert await get_inbox_backlog(pool, "another", subjects) == (0, None)
 
 
 UNREACHABLE = Later("handler_unreachable: no connection to http://127.0.0.1:8000", 1)
