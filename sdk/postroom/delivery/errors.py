@@ -75,9 +75,10 @@ def too_large(doing: str) -> InvalidMessage:
     return InvalidMessage.of("payload_too_large", detail)
 
 
-def would_lose(diff: str) -> Conflict:
-    """Refuse to change a stream or a consumer where messages could be lost."""
-    detail = f"{diff}; this would lose messages or cannot be changed in place: adapt the config, or do it by hand"
+def would_lose(diff: str, consumer: str | None = None) -> Conflict:
+    """Refuse to change a stream, or the `consumer` of that id, where messages could be lost."""
+    way = "do it by hand" if consumer is None else f"first delete it: `postroom consumer delete {consumer}`"
+    detail = f"{diff}; this would lose messages or cannot be changed in place: adapt the config, or {way}"
     return Conflict.of("stream_differs", detail)
 
 

@@ -171,7 +171,7 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
             _log.info("consumer_created", consumer=name, filter_subjects=filters_of(wanted))
             return Reconciled(name, "created")
         changes = list(_consumer_changes(found.config, wanted))
-        _refuse(f"consumer {name}", changes)
+        _refuse(f"consumer {name}", changes, name)
         if found.num_waiting and any(change.text.startswith(_FILTER) for change in changes):
             raise name_taken(f"consumer {name}: {'; '.join(change.text for change in changes)}")
         if changes:
@@ -195,7 +195,7 @@ async def refuse_left_behind(
             with suppress(NotFoundError):
                 found = await js.consumer_info(name, durable)
                 change = f"consumer {name}/{durable}: {_FILTER} {filters_of(found.config)} → none"
-                raise would_lose(f"{change} (`postroom consumer delete {name}/{durable}` makes it so)")
+                raise would_lose(change, f"{name}/{durable}")
 
 
 async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:
@@ -244,10 +244,10 @@ class _Change(NamedTuple):
     loses: bool
 
 
-def _refuse(what: str, changes: list[_Change]) -> None:
+def _refuse(what: str, changes: list[_Change], consumer: str | None = None) -> None:
     forbidden = [change.text for change in changes if change.loses]
     if forbidden:
-        raise would_lose(f"{what}: {'; '.join(forbidden)}")
+        raise would_lose(f"{what}: {'; '.join(forbidden)}", consumer)
 
 
 def _stream_changes(found: StreamConfig, wanted: StreamSettings, only: Collection[str] | None) -> Iterator[_Change]:

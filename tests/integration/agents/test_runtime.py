@@ -415,7 +415,7 @@ async def test_an_agent_that_drops_every_subject_of_a_stream_is_refused(context:
     async with running_agent(context, tmp_path, Wide):
         pass
     commands = stream_name(context.name, "commands")
-    dropped = rf"{commands}/counting_consumer: filter_subjects .* → none .*: adapt the config"
+    dropped = rf"{commands}/counting_consumer: filter_subjects .* → none.*: adapt .*consumer delete {commands}"
     runtime, settings = await opened(context, tmp_path), context.settings(durable="counting_consumer")
     with pytest.raises(Conflict, match=dropped):
         await open_consumers(context.js, runtime, [context.subject], settings)

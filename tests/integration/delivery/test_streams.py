@@ -147,8 +147,9 @@ async def test_a_consumer_with_a_servers_own_limit_of_deliveries_is_freed_of_it(
 
 async def test_a_narrower_filter_is_refused(context: Context):
     await ensure_consumer(context.js, context.settings())
-    with pytest.raises(Conflict, match="filter_subjects"):
+    with pytest.raises(Conflict, match="filter_subjects") as refused:
         await ensure_consumer(context.js, context.settings(filter_subjects=[context.subject]))
+    assert f"`postroom consumer delete {context.events}/sea__from_us`" in str(refused.value)
 
 
 async def test_a_consumer_that_somebody_made_otherwise_is_refused(context: Context):
