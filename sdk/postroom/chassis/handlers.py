@@ -7,10 +7,11 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 from postroom._wire.retry import error_text
 
@@ -70,9 +71,54 @@ async def contained(work: Awaitable[T]) -> T:
         raise HandlerEnded(error) from error
 
 
+class _OneProcess(Awaitable[T]):
+    """A handler that is awaited by the process that called it.
+
+    One that it forks has the same event loop, stores and connections: where the handler leaves it, or awaits in it, it
+    would be a second worker with those of the first. So it ends there.
+    """
+
+    def __init__(self, work: Awaitable[T]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        process, steps = os.getpid(), self._work.__await__()
+        step: Callable[[], Any] = partial(next, steps)
+        while True:
+            try:
+                waits_for = step()
+            except BaseException as ended:
+                if os.getpid() != process:
+                    _end_forked(ended)
+                if isinstance(ended, StopIteration):
+                    return cast("T", ended.value)
+                raise
+            if os.getpid() != process:
+                _end_forked(None)
+            try:
+                step = partial(steps.send, (yield waits_for))
+            except BaseException as thrown:  # noqa: BLE001 - whatever the loop throws is the handler's
+                step = partial(steps.throw, thrown)
+
+
+def _end_forked(ended: BaseException | None) -> NoReturn:
+    """End a process that a handler forked, with the code of what it raised; None where it awaits something."""
+    code = ended.code if isinstance(ended, SystemExit) else 1
+    with suppress(OSError, ValueError):
+        if ended is None or isinstance(ended, StopIteration):
+            sys.stderr.write("postroom: a process that a handler forked ends here: end it yourself with os._exit()\n")
+        elif not isinstance(ended, SystemExit):
+            traceback.print_exception(ended)
+        elif isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else code is not None)
+
+
 async def _raising_errors(work: Awaitable[T]) -> T:
     try:
-        return await work
+        return await _OneProcess(work)
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:

@@ -297,6 +297,53 @@ async def test_a_message_that_leaves_a_task_behind_which_ends_the_process_is_a_d
     assert b'"reason":"max_deliver","error":"ack_timeout","event":"message_dead_lettered"' in said
 
 
+FORKING = """
+import asyncio, os, sys
+from postroom.agent import Agent
+
+class Forking(Agent):
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    async def receive(self, envelope):
+        if envelope.id == "fork":
+            child = os.fork()
+            if child == 0:
+                HOW
+            else:
+                print("forked and", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("sys.exit()", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no')", 1),
+        ("raise ValueError('no')", 1),
+        ("pass", 1),
+        ("await Once()", 1),
+    ],
+)
+async def test_a_process_that_an_agent_forks_is_no_second_agent(
+    command_line: CommandLine, tmp_path: Path, how: str, code: int
+):
+    """It has the loop, the store and the connections of the first, which would neither get messages nor hear a stop."""
+    once = "class Once:\n    def __await__(self):\n        yield\n"
+    (tmp_path / "forking.py").write_text(FORKING.replace("HOW", how) + once)
+    command_line.environment["PYTHONPATH"] = str(tmp_path)
+    context = command_line.context
+    process = await command_line.start("run", "forking:Forking")
+    await context.publish(["before", "fork", "after"], b"{}", f"cmd.{context.name}.default.forking.run")
+    await settled(context, "forking_consumer", f"{context.name}_COMMANDS".upper())
+    await context.publish(["later"], b"{}", f"cmd.{context.name}.default.forking.run")
+    await settled(context, "forking_consumer", f"{context.name}_COMMANDS".upper())
+    process.terminate()
+    _, said = await process.communicate()
+    assert (process.returncode, f"forked and {code}\n" in said.decode()) == (0, True), said.decode()
+    assert b"agent_failed" not in said
+
+
 @pytest.mark.parametrize(
     ("agent", "code", "sentence"),
     [
