@@ -306,4 +306,5 @@ async def test_a_parameter_that_a_route_does_not_take_is_refused_and_nothing_is_
         answer = await admin.call(method, path, {"dry_run": True})
         assert (answer.status, answer.code) == (400, "bad_request")
         assert "takes no body" in answer.body["detail"]
+    assert (await admin.call("GET", "/v1/meshes", {})).status == 200
     assert "kept" in [each["name"] for each in (await admin.get("/v1/queues", mesh="demo")).body["queues"]]
