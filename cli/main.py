@@ -3,6 +3,7 @@
 The exit codes are `chassis.exits.Exit`, and 130 if the user pressed Ctrl-C.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -11,6 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from cli.message import parse_send, send_one
 from cli.output import printable
+from postroom.chassis import collect_rarely
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
@@ -19,7 +21,10 @@ BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader of the output closed it, a
 
 def main() -> NoReturn:
     """Run the command line and end the process."""
-    sys.exit(run(sys.argv[1:]))
+    collect_rarely()
+    code = run(sys.argv[1:])
+    gc.freeze()  # or Python searches for garbage three times as it ends
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

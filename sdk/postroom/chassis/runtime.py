@@ -8,7 +8,6 @@ loads what `module:name` names in a user's own code. It reports its state period
 """
 
 import asyncio
-import gc
 import importlib
 import os
 import resource
@@ -28,12 +27,12 @@ import uvloop
 
 import postroom
 from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
+from postroom.chassis import collect_rarely
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import end_within, located
 from postroom.errors import PostroomError
 
 T = TypeVar("T")
-_GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and form no cycles
 
 _log = structlog.get_logger(__name__)
 _DESCRIPTORS_KEPT: Final = 64  # for databases, servers, logs and everything else that is opened
@@ -56,7 +55,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             f"its limit on open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and it needs more than "
             f"{_DESCRIPTORS_KEPT}: raise it with `ulimit -n 1024`, or LimitNOFILE= of its unit",
         )
-    gc.set_threshold(*_GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(main)
@@ -98,6 +96,7 @@ async def run_until_stopped(
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would be crippled
     without it.
     """
+    collect_rarely()
     running = {asyncio.create_task(task, name=name) for name, task in tasks.items()}
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)

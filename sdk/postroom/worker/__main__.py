@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom._wire.retry import error_text
+from postroom.chassis import import_quickly
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import end_within
 
@@ -31,6 +32,7 @@ _LEAVE_SECONDS: Final = 5.0  # for what users' code does at the end of a process
 def main() -> int:
     """Run the verb; a `Fatal` becomes a sentence and its exit code."""
     options = _parser().parse_args()
+    import_quickly()
     try:
         options.do(options)
     except Fatal as fatal:
