@@ -41,6 +41,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from postroom._wire import spans
+from postroom.chassis import collect_rarely, import_quickly
 
 _numbers = itertools.count(1)
 _running: set[str] = set()  # the tests that have begun and not ended
@@ -68,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Who ends a run is told which tests had not ended, and no worker finishes its own first.
     """
+    import_quickly()
     *processors, _ = structlog.get_config()["processors"]
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*processors, plain])
@@ -90,6 +92,10 @@ def _name_what_runs(config: pytest.Config, number: int, _: object) -> None:
     os.write(config.stash[_STANDARD_ERROR], "\n".join(["", "ended while these ran:", *sorted(_running), ""]).encode())
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+def pytest_collection_finish() -> None:
+    collect_rarely()  # as our programs do
 
 
 @pytest.hookimpl(tryfirst=True)
