@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Awaitable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
@@ -186,33 +187,46 @@ def redrive(
     why = reason_or_ask(reason, dry_run=dry_run)
     meant = unpublished.PublishedFilter(since=since, stream=stream, confirmed=confirmed)
 
-    def run(total: int | None, *, dry: bool) -> Counter[str]:
-        counts = Counter[str]()
-
-        async def at_broker(client: BrokerClient) -> Result[unpublished.Redriven]:
-            whole = Result[unpublished.Redriven](dry_run=dry, done=[], failed=[])
-            async for part in client.changes(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry):
-                whole.done += part.done
-                messages = sum(one.messages for one in whole.done)
-                show(messages, counted(messages, "message"))
-            return whole
-
-        with progress(total, as_json=as_json) as show:
-            result = place.ask(at_broker, lambda own: own.redrive(meant, reason=why, dry_run=dry), timeout=SECONDS)
-        for one in result.done:
-            counts[one.source] += one.messages
-        return counts
-
-    counts = run(None, dry=True)
+    counts = _publish_again(place, Change(reason=why, dry_run=True, as_json=as_json), meant)
     if not dry_run and counts.total():
         published = f"{counted(counts.total(), 'message')} published since {when(since)}"
         confirm(f"Publish {published} again?", yes=yes)
-        counts = run(counts.total(), dry=False)
+        counts = _publish_again(place, Change(reason=why, as_json=as_json), meant, counts.total())
     for source, messages in counts.items():
         if as_json:
             json_line(unpublished.Redriven(source, messages))
         else:
             line(f"{source}: {messages:,} {'would be ' * dry_run}{unpublished.SOURCES.verbs['redrive'].done}")
+
+
+def _publish_again(
+    place: OutboxPlace, change: Change, meant: unpublished.PublishedFilter, total: int | None = None
+) -> Counter[str]:
+    """Ask for it, or count it, and return how many messages of each source it was; `total` are known to match."""
+    counts = Counter[str]()
+    options: Any = {"reason": change.reason, "dry_run": change.dry_run}
+
+    async def at_broker(client: BrokerClient) -> None:
+        async for part in client.changes(unpublished.SOURCES, "redrive", meant, **options):
+            count(part)
+            show(counts.total(), counted(counts.total(), "message"))
+
+    async def whole(answer: Awaitable[Result[unpublished.Redriven]]) -> None:
+        count(await answer)
+
+    def count(result: Result[unpublished.Redriven]) -> None:
+        for one in result.done:
+            counts[one.source] += one.messages
+
+    try:
+        with progress(total, as_json=change.as_json) as show:
+            place.ask(at_broker, lambda own: whole(own.redrive(meant, **options)), timeout=SECONDS)
+    except BaseException:  # also Ctrl-C
+        if total is not None:
+            of_all = f"at least {counts.total():,} of {counted(total, 'message')}"
+            note(f"{of_all} are published again: repeat the command for the others")
+        raise
+    return counts
 
 
 def become_worker(*words: str) -> NoReturn:

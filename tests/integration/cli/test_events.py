@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
 import asyncpg
 import pytest
+from aiohttp import web
 from support.operated import operated_broker
 from support.terminal import Terminal
 
@@ -164,3 +166,36 @@ def test_what_is_dropped_by_filters_is_all_of_it_however_much_that_is(user: Term
     done = user.run("worker", "events", "drop", "--all", "--reason", "a test", "--yes", "--json")
     assert (done.code, {one["id"] for one in done.json}) == (0, {*listed})
     assert user.run("worker", "events", "list", "--json").json == []
+
+
+async def test_a_redrive_that_is_interrupted_says_how_far_it_was(short_directory: Path) -> None:
+    hangs, over = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked = await request.json()
+        if asked.get("cursor") is not None:
+            hangs.set()
+            await over.wait()
+        dry = asked.get("dry_run", False)
+        done = [{"source": "events", "messages": 6000 if dry else 5000}]
+        return web.json_response({"dry_run": dry, "done": done, "failed": [], "next_cursor": None if dry else "more"})
+
+    app = web.Application()
+    app.router.add_post("/v1/sources/redrive", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    (token := short_directory / "token").write_text("t" * 43)
+    token.chmod(0o600)
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        user = Terminal(POSTROOM_BROKER_URL=url, POSTROOM_ADMIN_TOKEN_FILE=str(token))
+        process = user.start("worker", "redrive", "--since", "1h", "--reason", "a lost stream", "--yes")
+        await hangs.wait()
+        process.send_signal(signal.SIGINT)
+        _, said = await asyncio.to_thread(process.communicate)
+    finally:
+        over.set()
+        await runner.cleanup()
+    assert process.returncode == 130
+    assert said.decode().startswith("at least 5,000 of 6,000 messages are published again: repeat the command")
