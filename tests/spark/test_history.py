@@ -240,6 +240,9 @@ def test_an_unknown_mesh_or_column_is_an_error_that_says_so(spark: SparkSession,
     reader = spark.read.format("postroom_history").option("database_url", history.url)
     with pytest.raises(AnalysisException, match="the history has no column bodi"):
         reader.schema("bodi STRING").load().collect()
+    for schema, sentence in (("to STRING, to STRING", "has the column to twice"), (StructType(), "has no column")):
+        with pytest.raises(AnalysisException, match=sentence):
+            reader.schema(schema).load().collect()
 
 
 def test_a_stream_that_dies_in_a_batch_goes_on_without_loss_or_repeat(

@@ -132,6 +132,11 @@ class RangeReader:
                     f"its columns are {SCHEMA.simpleString()}"
                 )
                 raise InvalidMessage.of("invalid_schema", sentence, field=field.name)
+        names = schema.fieldNames()
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InvalidMessage.of("invalid_schema", f"the schema has the column {twice[0]} twice", field=twice[0])
+        if not names:
+            raise InvalidMessage.of("invalid_schema", "the schema has no column: omit it to read all of them")
         self._schema = to_arrow_schema(schema, timezone="UTC")
         is_history = set(schema.fieldNames()) <= set(_OF_HISTORY.fieldNames())
         self._query = "read_history" if is_history else "read_messages"
