@@ -99,7 +99,7 @@ class RowReader:
         for start in range(0, batch.num_rows, self._plan.batch_size):
             part = batch.slice(start, self._plan.batch_size)
             try:
-                rows = self._rows(_Columns(part, self._plan.schema, self._converters))
+                rows = self._rows(_Columns(part, self._plan.schema, self._converters, self._read))
                 self._read += part.num_rows
             except InvalidMessage:
                 if self._refuse is None:
@@ -110,7 +110,7 @@ class RowReader:
     def _one_by_one(self, part: pa.RecordBatch, refuse: Refuse) -> Iterator[Row]:
         """Yield the rows of a slice that can be sent."""
         for index in range(part.num_rows):
-            columns = _Columns(part.slice(index, 1), self._plan.schema, self._converters)
+            columns = _Columns(part.slice(index, 1), self._plan.schema, self._converters, self._read)
             try:
                 yield from self._rows(columns)
             except InvalidMessage as error:
@@ -155,11 +155,7 @@ class RowReader:
         values = [columns.raw(name) for name in ids]
         for name, column in zip(ids, values, strict=True):
             if None in column:
-                index, task = column.index(None), TaskContext.get()
-                partition = "its partition" if task is None else f"the partition {task.partitionId()}"
-                first = ((each, columns.raw(each)[index]) for each in columns.names[:_COLUMNS_SHOWN])
-                held = ", ".join(f"{each}={reprlib.repr(value)}" for each, value in first if value is not None)
-                row = f"row {self._read + index + 1} of {partition}" + (f", with {held}" if held else "")
+                row = columns.place(column.index(None))
                 raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null. It is {row}")
         return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
 
@@ -208,22 +204,44 @@ class RowReader:
 
 
 class _Columns:
-    """The columns of a slice as Python values."""
+    """The columns of a slice as Python values; `before` rows of the task precede it."""
 
-    def __init__(self, batch: pa.RecordBatch, schema: StructType, converters: dict[str, Any]) -> None:
+    def __init__(self, batch: pa.RecordBatch, schema: StructType, converters: dict[str, Any], before: int) -> None:
         self._batch = batch
         self._schema = schema
         self._converters = converters
+        self._before = before
         self.names = list(converters)
 
     def raw(self, name: str) -> list[Any]:
         """Return the values of a column as Arrow returns them, times in UTC."""
+        try:
+            return self._values(name, 0, self._batch.num_rows)
+        except (ValueError, OverflowError) as error:
+            index = next((each for each in range(self._batch.num_rows) if not self._is_readable(name, each)), 0)
+            sentence = f"a value of the column `{name}` cannot be represented: {error}"
+            raise _unusable(f"{sentence}. It is in {self.place(index)}") from error
+
+    def place(self, index: int) -> str:
+        """Say which row it is, by its position and what its first columns hold, for one that has no key."""
+        task = TaskContext.get()
+        partition = "its partition" if task is None else f"the partition {task.partitionId()}"
+        first = (name for name in self.names[:_COLUMNS_SHOWN] if self._is_readable(name, index))
+        values = ((name, self._values(name, index, 1)[0]) for name in first)
+        held = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values if value is not None)
+        return f"row {self._before + index + 1} of {partition}" + (f", with {held}" if held else "")
+
+    def _values(self, name: str, start: int, length: int) -> list[Any]:
         # Python has no times beyond the years 1 to 9999 in any zone: in the session's it would lack some that UTC has
         kind = to_arrow_type(self._schema[name].dataType, timezone="UTC")
+        return list(self._batch.column(name).slice(start, length).cast(kind).to_pylist())
+
+    def _is_readable(self, name: str, index: int) -> bool:
         try:
-            return list(self._batch.column(name).cast(kind).to_pylist())
-        except (ValueError, OverflowError) as error:
-            raise _unusable(f"a value of the column `{name}` cannot be represented: {error}") from error
+            self._values(name, index, 1)
+        except (ValueError, OverflowError):
+            return False
+        return True
 
     def json(self, name: str) -> list[Any]:
         """Return the values of a column, ready for the JSON encoder."""
