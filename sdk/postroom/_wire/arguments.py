@@ -26,7 +26,7 @@ _JSON_RULE: Final = (
     "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat()), or encode it "
     "yourself and send the text"
 )
-_META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
+META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
 
 
 def check_seconds(timeout: float, patience: float) -> None:
@@ -207,7 +207,7 @@ def encode(request: SendRequest) -> bytes:
         return msgspec.json.encode(request, enc_hook=plain_scalar)
     except NotCanonical as error:
         what = re.sub(r"<class '(.*)'>", r"\1", str(error))
-        refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")
+        refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {META_RULE}", "meta")
     except UnicodeEncodeError as error:
         advice = ": send a body of bytes" if error.object == request.body else ""
         refuse("invalid_json", f"{not_text(error)}{advice}")

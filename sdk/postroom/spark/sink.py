@@ -27,13 +27,14 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from postroom._wire.arguments import META_RULE
 from postroom._wire.ids import new_id, ulid_number
 from postroom._wire.message import SendRequest
 from postroom._wire.sends import SETTLED, SendResult
 from postroom._wire.spark import SparkTask
 from postroom._wire.words import counted
 from postroom.client import AsyncClient
-from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain, Unavailable
+from postroom.errors import Conflict, InvalidMessage, PostroomError, Problem, TryAgain, Unavailable
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
 from postroom.spark.rows import Row, RowReader, key_text
@@ -46,6 +47,12 @@ ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
 MOST_PROBLEMS: Final = 10_000  # rows of a task; more have a common cause, and would fill the driver's memory
 _BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
 _REUSED: Final = "idempotency_key_reused"
+_REMEDIES: Final = {  # of a client's call, and of a write
+    META_RULE: "cast it to a string",
+    "send bytes as body_base64": "cast the column to binary",
+    "use a new id": "rows of another write need a `namespace` of their own",
+    "use the field `mentions`": "rename it",
+}
 _SHOWN: Final = 20  # rows in an error, which always has the whole count
 _QUERY_ID: Final = "sql.streaming.queryId"  # Spark's properties of a task: the id that is kept in the checkpoint,
 _BATCH_ID: Final = "streaming.sql.batchId"  # and the micro-batch
@@ -317,7 +324,7 @@ class _Task:
                                 row.request.client_message_id or "",
                                 code == _REUSED and is_other,
                                 code,
-                                died or problem.detail,
+                                died or in_words_of_a_write(problem),
                                 since=problem.since,
                                 destination=problem.destination,
                             )
@@ -378,6 +385,14 @@ class _Task:
                         self._count(result, -1)
                         self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))
                     self._room.release()
+
+
+def in_words_of_a_write(problem: Problem) -> str:
+    """Return why a row was refused, with what to do in a write, where the daemon or the client says it of a call."""
+    said = problem.detail
+    for remedy, ours in _REMEDIES.items():
+        said = said.replace(remedy, ours)
+    return said
 
 
 def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:

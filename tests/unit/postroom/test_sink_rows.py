@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -12,13 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import ArrayType, BinaryType, LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DateType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from postroom import InvalidMessage, SendRequest
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.spark import SPARK_ID
 from postroom.spark.options import plan_write
 from postroom.spark.rows import RowIds, RowReader, id_text
+from postroom.spark.sink import in_words_of_a_write
+from postroom.testing import FakeClient
 
 SCHEMA = StructType(
     [
@@ -129,6 +141,19 @@ def test_a_row_without_an_id_is_named_by_its_place_and_its_other_columns() -> No
         requests(rows, batch_size="2")
 
 
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [({"id": "n"}, "row 3 of its partition, with n=3$"), ({"id": "day"}, "row 3 of its partition, with n=3$")],
+)
+def test_a_value_that_cannot_be_represented_is_named_with_its_row(options: dict[str, str], row: str) -> None:
+    """Spark has days and times beyond those of Python, which makes the JSON."""
+    schema = StructType([StructField("n", LongType()), StructField("day", DateType())])
+    days = pa.array([0, 1, 4_000_000], pa.int32()).cast(pa.date32())
+    reader = RowReader(plan_write({"to": "topic:orders", "batch_size": "2", **options}, schema))
+    with pytest.raises(InvalidMessage, match=f"a value of the column `day` cannot be represented: .*It is in {row}"):
+        list(reader.slices(pa.record_batch({"n": pa.array([1, 2, 3], pa.int64()), "day": days})))
+
+
 def test_rows_that_cannot_be_sent_are_handed_over_and_the_others_are_not_held_up() -> None:
     refused: list[tuple[tuple[str, ...], str]] = []
     plan = plan_write({"id": "n", "to_column": "to", "on_refused": "/refused", "batch_size": "2"}, SCHEMA)
@@ -161,3 +186,26 @@ def test_rows_that_cannot_be_sent_are_handed_over_and_the_others_are_not_held_up
 def test_a_row_that_cannot_be_sent_is_named(rows: list[dict[str, Any]], options: dict[str, str], sentence: str) -> None:
     with pytest.raises(InvalidMessage, match=sentence):
         requests(rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"body": "a\0b"}, "body contains a NUL character: cast the column to binary"),
+        ({"meta": {"mentions": ["bob"]}}, "meta.mentions is reserved: rename it"),
+        ({"meta": {"n": 2**53 + 1}}, "meta cannot be fingerprinted .* exceeds .*; cast it to a string"),
+    ],
+)
+def test_what_a_row_is_refused_for_names_the_remedy_of_a_write(message: dict[str, Any], sentence: str) -> None:
+    with FakeClient() as post:
+        (result,) = post.send_many([SendRequest(to="topic:orders", **message)])
+    assert result.problem is not None
+    assert re.fullmatch(sentence, in_words_of_a_write(result.problem))
+
+
+def test_a_conflict_names_the_namespace_as_the_remedy() -> None:
+    with FakeClient() as post:
+        sends = (SendRequest(to="topic:orders", body=body, client_message_id="k") for body in "ab")
+        *_, result = post.send_many(sends)
+    assert result.problem is not None
+    assert in_words_of_a_write(result.problem).endswith("rows of another write need a `namespace` of their own")
