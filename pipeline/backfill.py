@@ -4,6 +4,7 @@ It uses `df.write.format("postroom")` (docs/spark.md). The id columns make a sec
 same ids, and are duplicates.
 """
 
+import re
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from postroom.spark.formats import Sink
 
 _OF_READING: Final = frozenset({"input", "format"})
 _RFC_4180: Final = {"header": "true", "escape": '"', "multiLine": "true"}
+_UNNAMED: Final = re.compile(r"_c\d+")  # Spark's name of a column without one, such as the index that pandas writes
 
 
 class Options(Struct, kw_only=True):
@@ -55,7 +57,12 @@ def read(spark: SparkSession, options: Options) -> DataFrame:
     ending = options.input.rstrip("/").removesuffix(".gz").rpartition(".")[2].lower()
     kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
     chosen = _RFC_4180 if kind == "csv" else {}
-    return spark.read.format(kind).options(mode="FAILFAST", **chosen).load(options.input)
+    reading = spark.read.format(kind).options(mode="FAILFAST", **chosen)
+    rows = reading.load(options.input)
+    if kind != "csv" or any(map(_UNNAMED.fullmatch, rows.columns)):
+        return rows
+    # else Spark would take the columns of each further file by their place, and rename those with one name
+    return reading.schema(rows.schema).option("enforceSchema", "false").load(options.input)
 
 
 if __name__ == "__main__":

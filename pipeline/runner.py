@@ -56,6 +56,7 @@ _OF_DATA: Final = re.compile(  # Spark's errors about what it should read, and a
     re.MULTILINE,
 )
 _CAUSE: Final = re.compile(r"^Caused by: [\w.$]+: (?:\[[.\w]+\] )?(.+?)(?:\s+SQLSTATE.*)?$", re.MULTILINE)
+_OF_HEADER: Final = re.compile(r"CSV header does not conform to the schema\.\s+Header: (.+)(?:\n.*)+?\nCSV file: (.+)")
 _OF_NAME: Final = re.compile(r"URISyntaxException: Relative path in absolute URI: \.?(.+?)(?:\.crc)?$", re.MULTILINE)
 
 
@@ -395,6 +396,12 @@ def own_sentences() -> Iterator[None]:
             raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
         if found := _OF_NAME.findall(str(error)):
             detail = f"Spark reads no file with a colon in its name: rename {found[0]}, or move it elsewhere"
+            raise Fatal(Exit.IO_ERROR, detail) from error
+        if found := _OF_HEADER.findall(str(error)):
+            header, file = found[0]
+            detail = (
+                f"the header of {file} must have each name once, as those of all files in one order: it is {header}"
+            )
             raise Fatal(Exit.IO_ERROR, detail) from error
         if found := _OF_DATA.findall(str(error)):
             why = _CAUSE.findall(str(error))[-1:]

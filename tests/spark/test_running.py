@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -191,11 +192,23 @@ def test_a_backfill_reads_csv_as_other_programs_write_it(spark: SparkSession, po
     assert sent == {str(number): value for number, value in enumerate(values)}
 
 
+def test_a_backfill_takes_the_index_that_pandas_writes_without_a_name(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    (tmp_path / "orders.csv").write_text(",order_id,what\n0,17,apples\n")
+    words = options(input=tmp_path / "orders.csv", id="order_id", to="topic:orders", socket=post.socket)
+    run_by_name("backfill", [*words, f"namespace={post.namespace}"])
+    assert json.loads(post.accepted()["17"].body) == {"_c0": "0", "order_id": "17", "what": "apples"}
+    del spark
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("damaged.json", "Malformed records are detected"),
         ("damaged.csv", "error while reading file .*damaged.csv.*Malformed CSV record: 2,pears,plums"),
+        ("twice.csv", "the header of .*twice.csv must have each name once, .*: it is order_id, what, what"),
+        ("orders.csv", "the header of .*b.csv must have each name once, as those of all files.*: it is what, order_id"),
         ("damaged.parquet", "error while reading file .*damaged.parquet"),
         ("twice.json", "The column `a` already exists"),
         ("missing.json", "Path does not exist: file:.*missing.json"),
@@ -208,6 +221,10 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
 ) -> None:
     (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
     (tmp_path / "twice.json").write_text('{"order_id":1,"A":1,"a":2}\n')
+    (tmp_path / "twice.csv").write_text("order_id,what,what\n1,apples,pears\n")
+    (tmp_path / "orders.csv").mkdir()
+    (tmp_path / "orders.csv" / "a.csv").write_text("order_id,what\n" + "1,apples\n" * 1000)
+    (tmp_path / "orders.csv" / "b.csv").write_text("what,order_id\n")
     for damaged in ("damaged.csv", "damaged.parquet", "noon 12:00.csv"):
         (tmp_path / damaged).write_text("order_id,what\n1,apples\n2,pears,plums\n")
     words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
