@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from postroom._wire.arguments import to_json
 from postroom._wire.message import refuse
@@ -110,7 +110,7 @@ class AgentCase:
         payload: Sent | Any = None,
         *,
         subject: str | None = None,
-        message_id: str | None = None,
+        message_id: UUID | str | None = None,
         entity_id: str | None = None,
         expected_version: int | None = None,
         headers: Mapping[str, str] | None = None,
@@ -122,7 +122,7 @@ class AgentCase:
         the same message, delivered again. `headers` are further ones of docs/delivery.md. Raises `InvalidMessage` for a
         subject that the agent does not have, `Fatal` where its store does.
         """
-        message_id = message_id or str(uuid4())
+        message_id = str(message_id or uuid4())
         if isinstance(payload, Sent):
             own_subject, data, said = published(payload, self._tenant, "alice", message_id)
             subject = subject or own_subject
@@ -153,11 +153,11 @@ class AgentCase:
             await self._running  # raises why it ended
         match outcomes:
             case [Done()]:
-                return Received("done", None, await self._emitted(before))
+                return Received("done", None, await self._emitted(before, said[MESSAGE_ID]))
             case [Later(error, _)]:
                 return Received("later", error, ())
             case [Dead(reason, error, _)]:
-                return Received("dead", f"{reason}: {error}", await self._emitted(before))
+                return Received("dead", f"{reason}: {error}", await self._emitted(before, said[MESSAGE_ID]))
         raise AssertionError(f"a message was settled {len(outcomes)} times")
 
     async def restart(self) -> None:
@@ -200,11 +200,11 @@ class AgentCase:
                 "by its value (a NamedTuple, a dataclass, a dict)"
             )
 
-    async def _emitted(self, after: int) -> list[Envelope]:
-        """Read what was emitted after a position of the store."""
+    async def _emitted(self, after: int, message_id: str) -> list[Envelope]:
+        """Read what was emitted for a message after a position of the store."""
         memory = self._here.publisher
         assert isinstance(memory, _Memory)  # noqa: S101 - `_open` made it
-        return await memory.emitted(after)
+        return [each for each in await memory.emitted(after) if each.causation_id == message_id]
 
     @property
     def _here(self) -> AgentRuntime:

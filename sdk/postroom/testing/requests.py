@@ -8,8 +8,8 @@ For a message that a program sent, it is the request that its handler would get:
 
 import time
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
-from uuid import uuid4
+from typing import Any, Final, NamedTuple, get_args
+from uuid import UUID, uuid4
 
 import msgspec
 
@@ -47,12 +47,12 @@ def handler_request(
     mesh: str = "demo",
     sender: str = "alice",
     consumer: str = "test",
-    message_id: str | None = None,
+    message_id: UUID | str | None = None,
     attempt: int = 1,
     last_error: str | None = None,
     occurred_at: datetime | None = None,
-    correlation_id: str | None = None,
-    causation_id: str | None = None,
+    correlation_id: UUID | str | None = None,
+    causation_id: UUID | str | None = None,
     traceparent: str | None = None,
     secret: bytes | None = None,
     signed_at: int | None = None,
@@ -65,7 +65,11 @@ def handler_request(
     another request with its `message_id`. `consumer` is the durable consumer that makes it, `form` its
     `handler.format`. Raises `InvalidMessage`.
     """
-    message_id = message_id or str(uuid4())
+    message_id = str(message_id or uuid4())
+    if form not in get_args(HandlerFormat):
+        refuse("invalid_field", f"there is no form {form!r}: use {', '.join(get_args(HandlerFormat))}", "form")
+    if occurred_at is not None and occurred_at.tzinfo is None:
+        refuse("invalid_field", "occurred_at must be a time with its offset, as datetime.now(UTC)", "occurred_at")
     if isinstance(message, Sent):
         sent = published(message, mesh, sender, message_id)
         subject, data, said = subject or sent.subject, sent.data, sent.headers
@@ -76,10 +80,10 @@ def handler_request(
             subject = event_subject(mesh, event, version)
         data, said = to_json(message), {MESSAGE_ID: message_id}
     moment = occurred_at or datetime.now(UTC)
-    given = {
+    given: dict[str, str | None] = {
         "X-Occurred-At": moment.isoformat(),
-        "X-Correlation-Id": correlation_id,
-        "X-Causation-Id": causation_id,
+        "X-Correlation-Id": None if correlation_id is None else str(correlation_id),
+        "X-Causation-Id": None if causation_id is None else str(causation_id),
         "traceparent": traceparent,
     }
     said |= {name: value for name, value in given.items() if value is not None}

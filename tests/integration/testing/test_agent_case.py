@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from uuid import uuid4
 
 import pytest
 
 from postroom import InvalidMessage
 from postroom.agent import Agent, Command, Emit, Envelope, InvalidAgent
 from postroom.delivery.agents.replay import verify
-from postroom.testing import AgentCase, FakeClient
+from postroom.testing import AgentCase, FakeClient, handler_request
 from postroom.worker.config import load_agent_config
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -58,6 +61,34 @@ async def test_a_message_is_handled_and_what_it_emits_is_there() -> None:
             await case.receive({"order": number}, subject="demo.event.order_placed.v1")
         assert [each.type for each in (await case.receive({"order": 10})).emitted] == ["order_priced", "run"]
         assert case.state == Sales(10, 420)
+
+
+async def test_messages_at_once_each_have_what_was_emitted_for_them() -> None:
+    async with AgentCase(Pricing) as case:
+        received = await asyncio.gather(*(case.receive({"order": order}) for order in range(4)))
+        assert [[each.payload["order"] for each in one.emitted] for one in received] == [[0], [1], [2], [3]]
+
+
+async def test_an_id_may_be_a_uuid_as_that_of_an_event_is() -> None:
+    id_ = uuid4()
+    async with AgentCase(Pricing) as case:
+        (priced,) = (await case.receive({"order": 17}, message_id=id_)).emitted
+        assert priced.causation_id == str(id_)
+    request = handler_request({}, event="order_paid", message_id=id_, correlation_id=id_, causation_id=id_)
+    read = json.loads(request.body)
+    assert (request.message_id, read["correlation_id"], read["causation_id"]) == (str(id_),) * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"form": "cloudevent"}, "no form 'cloudevent': use postroom, cloudevents, cloudevents-binary"),
+        ({"occurred_at": datetime(2026, 1, 31)}, "a time with its offset"),  # noqa: DTZ001 - which is the fault
+    ],
+)
+def test_a_request_that_no_consumer_makes_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidMessage, match=sentence):
+        handler_request({}, event="order_paid", **given)
 
 
 async def test_a_message_that_comes_again_is_not_handled_again() -> None:
