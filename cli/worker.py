@@ -224,7 +224,7 @@ def _publish_again(
     except BaseException:  # also Ctrl-C
         if total is not None:
             of_all = f"at least {counts.total():,} of {counted(total, 'message')}"
-            note(f"{of_all} are published again: repeat the command for the others")
+            note(f"{of_all} are published again: repeat the command, which begins anew")
         raise
     return counts
 
