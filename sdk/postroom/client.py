@@ -29,7 +29,7 @@ from postroom._wire.arguments import (
     encode,
     segment,
 )
-from postroom._wire.cloudevents import read_event
+from postroom._wire.cloudevents import MOST_IN_A_HEADER, MOST_IN_HEADERS, STRUCTURED, read_event
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
@@ -145,6 +145,9 @@ class AsyncClient(Calls):
         an event that is sent twice is one message. Raises what `send` raises.
         """
         event = read_event(check_headers(headers), check_bytes(body))
+        attributes, data, media = event.headers(), event.data, event.media
+        if len(attributes) > MOST_IN_HEADERS or max(map(len, attributes.values())) > MOST_IN_A_HEADER:
+            attributes, data, media = {}, event.structured(), STRUCTURED  # which no limit of a head refuses
         with spans.sending(to, None, None) as span:
             carried = {} if span.traceparent is None else {"traceparent": span.traceparent}
             return await retrying(
@@ -152,10 +155,10 @@ class AsyncClient(Calls):
                     "POST",
                     "/v1/cloudevents",
                     SendResult,
-                    body=event.data,
-                    media=event.media,
+                    body=data,
+                    media=media,
                     query={"to": to},
-                    headers=event.headers() | carried,
+                    headers=attributes | carried,
                     repeatable=True,
                 ),
                 self._patience(),

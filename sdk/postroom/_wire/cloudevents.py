@@ -31,6 +31,8 @@ STRUCTURED: Final = "application/cloudevents+json"
 BATCH: Final = "application/cloudevents-batch+json"
 META: Final = "cloudevent"  # the member of meta
 VERSION: Final = "1.0"
+MOST_IN_HEADERS: Final = 50  # attributes of an event in binary mode that we send, below what a server takes
+MOST_IN_A_HEADER: Final = 4096  # bytes of one of them
 
 _JSON: Final = "application/json"
 _UTF8: Final = ("charset=utf-8", 'charset="utf-8"')
