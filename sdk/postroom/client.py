@@ -10,6 +10,7 @@ from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 from msgspec.structs import replace
@@ -104,7 +105,7 @@ class AsyncClient(Calls):
         priority: Priority = "next",
         reply_to: str | None = None,
         mentions: Sequence[str] | None = None,
-        client_message_id: str | None = None,
+        client_message_id: UUID | str | None = None,
         not_before: datetime | None = None,
         traceparent: str | None = None,
     ) -> SendResult:
@@ -197,11 +198,11 @@ class AsyncClient(Calls):
                         span.set("messaging.batch.message_count", count)
                         yield results
 
-    async def get(self, client_message_id: str) -> OutboxRow:
+    async def get(self, client_message_id: UUID | str) -> OutboxRow:
         """Return the state of a send; raises `NotFound`."""
         return await self._read(_send_path(client_message_id), OutboxRow)
 
-    async def wait(self, client_message_id: str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
+    async def wait(self, client_message_id: UUID | str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
         """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return its state."""
         patience = Patience(check_wait(timeout, "timeout"))
         while True:
@@ -212,7 +213,7 @@ class AsyncClient(Calls):
             if row.status in SETTLED or not patience.remaining():
                 return row
 
-    async def wait_many(self, client_message_ids: Iterable[str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
+    async def wait_many(self, client_message_ids: Iterable[UUID | str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
         """Do as `wait` does, for any number of sends with few requests; return them in the same order.
 
         Raises `NotFound` with the id of a send that does not exist.
@@ -430,7 +431,7 @@ class AsyncClient(Calls):
         await self._change("DELETE", _subscription(topic), type(None))
 
 
-def _send_path(client_message_id: str) -> str:
+def _send_path(client_message_id: UUID | str) -> str:
     return f"/v1/sends/{segment(client_message_id)}"
 
 

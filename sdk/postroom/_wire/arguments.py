@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, cast
 from urllib.parse import quote
+from uuid import UUID
 
 import msgspec
 
@@ -45,7 +46,9 @@ def check_wait(seconds: float, field: str) -> float:
 
 
 def check_id(word: Any) -> str:
-    """Return it unchanged; refuse what is not an id or a name, such as the whole receipt of a send."""
+    """Return it as text, as a `UUID` has it; refuse what is not an id or a name, such as the receipt of a send."""
+    if isinstance(word, UUID):
+        return str(word)
     if not isinstance(word, str):
         sentence = "an id or a name must be text, such as the `client_message_id` that `send` returned, not "
         refuse("invalid_field", sentence + type(word).__name__)
@@ -104,7 +107,7 @@ def compose(
     priority: Priority = "next",
     reply_to: str | None = None,
     mentions: Sequence[str] | None = None,
-    client_message_id: str | None = None,
+    client_message_id: UUID | str | None = None,
     not_before: datetime | None = None,
 ) -> SendRequest:
     """Build a send: bytes travel as `body_base64`, a dict or a list as the text of its JSON, with sorted keys.
@@ -116,6 +119,8 @@ def compose(
         refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
     if not isinstance(mentions, Iterable | None):
         refuse("invalid_field", f"mentions must be a list of members, not {type(mentions).__name__}", "mentions")
+    if isinstance(client_message_id, UUID):
+        client_message_id = str(client_message_id)
     if isinstance(body, (dict, list)):
         body = _json_text(body)
     given: Any = body

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import msgspec
 
@@ -89,7 +89,7 @@ class FakeDaemon:
         """What was sent, in order; a repeated send is there once."""
         return [_sent(row.send) for row in list(self._rows.values())]
 
-    def settle(self, client_message_id: str, status: Outcome = "done", *, reason: str | None = None) -> None:
+    def settle(self, client_message_id: UUID | str, status: Outcome = "done", *, reason: str | None = None) -> None:
         """Settle a send as if the broker had accepted it, or refused it for a `reason`, or an operator had aborted it.
 
         Raises `NotFound` where nothing was sent under that id, `InvalidMessage` for another status.
@@ -97,7 +97,7 @@ class FakeDaemon:
         if status not in SETTLED:
             refuse("invalid_field", f"a send is never {status!r} in the end: give done, dead or aborted", "status")
         with self._lock:
-            self._settle(self._row(client_message_id), status, reason)
+            self._settle(self._row(str(client_message_id)), status, reason)
 
     @contextmanager
     def failing(self, error: PostroomError) -> Iterator[None]:

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -184,6 +185,18 @@ def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
             list(post.send_many([SendRequest(to="topic:orders")]))
     assert (error.value.client_message_id, another.value.client_message_id) == ("k", "l")
     assert not post.send("topic:orders", "hello", client_message_id="k").duplicate
+    post.close()
+
+
+def test_an_id_may_be_a_uuid_wherever_a_send_is_meant() -> None:
+    post, id_ = FakeClient(), uuid4()
+    assert post.send("topic:orders", "hello", client_message_id=id_).client_message_id == str(id_)
+    post.daemon.settle(id_, "dead", reason="expired: it is too old")
+    found = [post.get(id_), post.wait(id_, 1), *post.wait_many([id_], 1)]
+    assert {(row.client_message_id, row.status) for row in found} == {(str(id_), "dead")}
+    with pytest.raises(Conflict) as error:
+        post.send("topic:orders", "another", client_message_id=id_)
+    assert error.value.client_message_id == str(id_)
     post.close()
 
 
