@@ -41,6 +41,13 @@ class Published(NamedTuple):
     at: datetime
 
 
+class Taker(NamedTuple):
+    """A consumer that has yet to take a message of a mesh."""
+
+    mesh: str
+    consumer: str
+
+
 class Draft:
     """One story while it is put together."""
 
@@ -50,7 +57,7 @@ class Draft:
         self.published: list[Published] = []
         self.more = False
         self.contexts: list[str] = []  # that its reader may see
-        self.takers: dict[str, str] = {}  # consumers that have yet to take something, by the step that waits for each
+        self.takers: dict[str, Taker] = {}  # consumers that have yet to take something, by the step that waits for each
 
     def unplaced(self) -> list[Step]:
         """Return the steps of agents that took messages of unknown origin, so far."""
@@ -71,10 +78,10 @@ class Draft:
         """Record why a step waits, and the command that helps, if there is one."""
         self.waits[step.id] = Wait(step=step.id, why=why, help=help_)
 
-    def wait_for(self, consumer: str, step: Step, why: str) -> None:
+    def wait_for(self, taker: Taker, step: Step, why: str) -> None:
         """Record why a step waits for a consumer, which may be paused."""
-        self.takers[step.id] = consumer
-        self.wait(step, why, f"postroom consumer show {consumer}")
+        self.takers[step.id] = taker
+        self.wait(step, why, f"postroom consumer show {taker.consumer} --mesh {taker.mesh}")
 
     def limited(self, rows: list[Any]) -> list[Any]:
         """Return as many rows as are shown, and remember where there are more."""
@@ -125,11 +132,13 @@ class Takers:
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
         durables = {info.name: info for infos in streams.values() for info in infos}
-        for step, consumer in self._draft.takers.items():
-            info = durables.get(consumer)
+        for step, taker in self._draft.takers.items():
+            info = durables.get(taker.consumer)
             if info is not None and (pause := pause_of(info)) is not None:
                 why = f"{self._draft.waits[step].why}; paused by {pause.by} because: {pause.reason}"
-                self._draft.wait(self._draft.steps[step], why, resuming(f"{info.stream_name}/{consumer}"))
+                self._draft.wait(
+                    self._draft.steps[step], why, f"{resuming(f'{info.stream_name}/{info.name}')} --mesh {taker.mesh}"
+                )
 
     async def _add_takers(self, place: Published, consumers: Iterable[ConsumerInfo]) -> None:
         wanting = [info for info in consumers if _wants(info, place)]
@@ -153,12 +162,13 @@ class Takers:
         )  # fmt: skip
         if by_agent:
             self._unasked.append(_Taken(context_of(place.subject), info.name, place.message))
+        taker = Taker(context_of(place.subject), info.name)
         if outcome == "running":
-            self._draft.wait_for(info.name, step, f"{info.name} has it in hand, or tries it again later")
+            self._draft.wait_for(taker, step, f"{info.name} has it in hand, or tries it again later")
         elif outcome == "waiting":
             stopped = "" if info.num_waiting else ", and does not ask for them: it is stopped, or paused"
             waiting = counted(info.num_pending or 0, "message")
-            self._draft.wait_for(info.name, step, f"{info.name} has {waiting} yet to take{stopped}")
+            self._draft.wait_for(taker, step, f"{info.name} has {waiting} yet to take{stopped}")
 
     async def _is_kept(self, place: Published) -> bool:
         """Return whether the stream still has a message: a work queue forgets what was acknowledged."""

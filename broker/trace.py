@@ -23,7 +23,7 @@ from broker.authentication import PRINCIPAL, Member, Principal, member_of
 from broker.database import Database
 from broker.operator import BRIEFLY, Nats
 from broker.requests import decode_body
-from broker.takers import MOST, ROUNDS, Draft, Published, Takers
+from broker.takers import MOST, ROUNDS, Draft, Published, Taker, Takers
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import JOBS, Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
@@ -34,7 +34,7 @@ from postroom._wire.words import when
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import SENT_AGAIN, replay_id
-from postroom.delivery.subjects import parse_subject
+from postroom.delivery.subjects import mesh_named_by, parse_subject
 from postroom.errors import NotFound, Problem, Unavailable
 from postroom.ledger.operating import find_message, show_job
 
@@ -347,7 +347,7 @@ class _PostgresDraft(Draft):
             )  # fmt: skip
             if outcome == "waiting":
                 why = f"{consumer} tries it again: {error}" if error else f"{consumer} was stopped before it called"
-                self.wait_for(consumer, step, why)
+                self.wait_for(Taker(row["source_context"], consumer), step, why)
             elif outcome == "running":
                 self.wait(step, f"{consumer} is handling it")
         for row in self.limited(letters):
@@ -370,7 +370,8 @@ class _PostgresDraft(Draft):
                 act, name, act, dead.id, outcome=outcome, at=row["settled_at"], by=row["settled_by"], reason=row["why"]
             )
             if again and f"handled:{name} {letter.consumer}" not in self.steps:
-                self.wait_for(letter.consumer, step, f"{letter.consumer} has yet to take it")
+                mesh = mesh_named_by(letter.original_subject) or row["context"]
+                self.wait_for(Taker(mesh, letter.consumer), step, f"{letter.consumer} has yet to take it")
         return causes
 
     async def _add_job(self, name: str) -> dict[str, str | None]:

@@ -11,6 +11,7 @@ import msgspec
 
 from postroom._wire.administration import MeshQuery
 from postroom._wire.moment import Moment
+from postroom._wire.names import SNAKE
 from postroom._wire.nouns import Change, Noun, Result, Verb
 from postroom._wire.operations import Aged
 from postroom._wire.programs import Trouble
@@ -221,6 +222,9 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         if self.paused is not None or stopped:
             what = f"{self.waiting} waiting, {self.in_hand} in hand, {self.state}"
             help_ = f"postroom consumer show {self.consumer}" if self.paused_by is None else resuming(self.id)
+            mesh = self.filters[0].removeprefix("cmd.").partition(".")[0]
+            if SNAKE.allows(mesh):  # a filter such as `>` does not name it
+                help_ += f" --mesh {mesh}"
             yield Trouble(f"consumer {self.consumer}", what, help_, "look")
 
 

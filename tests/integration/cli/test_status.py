@@ -16,6 +16,7 @@ import aiohttp
 import asyncpg
 import nats
 import pytest
+from msgspec.structs import replace
 from nats.js.api import AckPolicy, ConsumerConfig
 from support.databases import create
 from support.mailroom import MESH, Mailroom, Process, worker
@@ -25,6 +26,7 @@ from support.zygote import shared
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient
+from postroom._wire.unpublished import Durable
 
 HEAVY = ("typer", "click", "rich", "aiohttp", "pydantic", "asyncpg", "nats", "uvloop", "prometheus_client")
 
@@ -204,6 +206,21 @@ def test_a_disk_that_is_nearly_full_and_a_wrong_clock_are_seen_from_elsewhere(of
     assert re.fullmatch(r"its clock is 3[56]\d\d s behind", said[1][1])
     assert said[2] == ("look", "3 dead rows")
     office.execute("DELETE FROM postroom.programs WHERE host = 'blue'")
+
+
+def test_the_command_for_a_consumer_names_its_mesh_where_its_filters_do() -> None:
+    """Whoever may see every mesh has one of them in `POSTROOM_MESH`."""
+    durable = Durable(
+        consumer="books", stream="SHOP_EVENTS", filters=["shop.event.>"], waiting=1, in_hand=0, again=0, asks=False
+    )
+    paused = replace(durable, paused="it books twice", paused_by="ada")
+    work = replace(durable, filters=["cmd.shop.default.books.>"])
+    helps = [trouble.help for each in (durable, paused, work) for trouble in each.troubles()]
+    assert helps == [
+        "postroom consumer show books --mesh shop",
+        "postroom consumer resume SHOP_EVENTS/books --reason 'it was paused' --mesh shop",
+        "postroom consumer show books --mesh shop",
+    ]
 
 
 def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, well: Outcome) -> None:

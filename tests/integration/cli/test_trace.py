@@ -452,7 +452,7 @@ def test_a_message_that_its_handler_fails_waits_for_the_next_attempt(consumer: O
     assert handled["attempt"] == 1
     wait_until(lambda: "http_500" in consumer.steps("failing", "handled")[0].get("reason", ""))
     (wait,) = [wait for wait in consumer.story("failing")["waits"] if wait["step"] == handled["id"]]
-    assert wait["help"] == "postroom consumer show counting"
+    assert wait["help"] == "postroom consumer show counting --mesh demo"
 
 
 def test_a_message_that_died_at_a_consumer_is_followed_by_its_replay(consumer: Office) -> None:
@@ -499,7 +499,7 @@ def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer:
     assert taken["place"] == "sleepy"
     (wait,) = [wait for wait in consumer.story("asleep")["waits"] if wait["step"] == taken["id"]]
     assert "does not ask for them" in wait["why"]
-    assert wait["help"] == "postroom consumer show sleepy"
+    assert wait["help"] == "postroom consumer show sleepy --mesh demo"
 
     consumer.send("waiting", body='{"what": "fails"}')
     handled = consumer.until_told("waiting", "handled", "waiting")
@@ -508,10 +508,12 @@ def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer:
     waits = {wait["step"]: wait for story in ("asleep", "waiting") for wait in consumer.story(story)["waits"]}
     for step, name in ((taken["id"], "sleepy"), (handled["id"], "counting")):
         assert waits[step]["why"].endswith("; paused by administrator because: it does harm")
-        assert waits[step]["help"] == f"postroom consumer resume DEMO_EVENTS/{name} --reason 'it was paused'"
+        assert (
+            waits[step]["help"] == f"postroom consumer resume DEMO_EVENTS/{name} --reason 'it was paused' --mesh demo"
+        )
         assert consumer.user.shell(waits[step]["help"]).code == 0
     (wait,) = consumer.story("asleep")["waits"]
-    assert (wait["help"], "paused by" in wait["why"]) == ("postroom consumer show sleepy", False)
+    assert (wait["help"], "paused by" in wait["why"]) == ("postroom consumer show sleepy --mesh demo", False)
 
 
 def test_what_a_message_caused_and_what_caused_it_is_in_its_story(consumer: Office) -> None:
