@@ -79,7 +79,7 @@ def show(
         str,
         typer.Argument(
             metavar="NAME",
-            help="The consumer's name (`postroom consumer list`).",
+            help="The consumer (`postroom consumer list`), or STREAM/NAME.",
             autocompletion=completion.consumers,
         ),
     ],
@@ -87,7 +87,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a consumer: what waits for it and since when, what it has in hand, and whether it runs, or why not."""
-    found = [one for one in _find(reach) if one.consumer == name]
+    found = [one for one in _find(reach) if name in (one.consumer, one.id)]
     if not found:
         raise Fatal(Exit.NOT_FOUND, f"there is no consumer {name!r}: `postroom consumer list` shows them")
     one_by_one(found, _show, as_json=as_json)

@@ -245,6 +245,7 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     assert troubles(seen)["consumer books"] == ("look", stopped, "postroom consumer show books")
     assert seen.code == 1
     assert office.user.run("consumer", "show", "books").code == 0
+    assert office.user.run("consumer", "show", "DEMO_EVENTS/books").out.startswith("consumer     books\n")
     line = next(line for line in office.user.run("status").out.splitlines() if line.startswith("books"))
     assert line.split()[:4] == ["books", "DEMO_EVENTS", "1", "0"]
 
