@@ -82,7 +82,11 @@ def down(
     *,
     state: State = None,
     wipe: Annotated[
-        bool, typer.Option("--wipe", help="Remove the state directory too, with every message in it.")
+        bool,
+        typer.Option(
+            "--wipe",
+            help="Remove the state directory too, with every message in it, but not what links in it lead to.",
+        ),
     ] = False,
     yes: Yes = False,
 ) -> None:
@@ -101,8 +105,10 @@ def down(
         Stack(layout.state).stop()  # what outlived a supervisor that was killed
     line("stopped" if supervisor is not None else "nothing was running")
     if wipe:
-        layout.wipe()
+        left = layout.wipe()
         line(f"removed {layout.state}")
+        if left:
+            note(f"what links in it led to is not removed: {', '.join(map(str, left))}")
 
 
 def layout_of(state: Path | None) -> Layout:

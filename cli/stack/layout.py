@@ -98,21 +98,24 @@ class Layout:
                 + ("free some space there" if full else "choose another with --state DIR"),
             ) from error
 
-    def wipe(self) -> None:
+    def wipe(self) -> list[Path]:
         """Remove the state directory, also behind a link; one that no stack made is refused.
 
         Of a mount point what is in it is removed. The mark goes last, so that what was interrupted can be repeated.
+        Links in it are removed too; what they lead to stays, and is returned.
         """
         if not is_there(self.state):
-            return
+            return []
         self.check()
         state = self.state.resolve()
+        linked = {Path(os.path.realpath(link)) for link in state.rglob("*") if link.is_symlink()}
         for entry in sorted(state.iterdir(), key=lambda entry: entry.name == _MARK):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         if self.state.is_symlink():
             self.state.unlink()
         if not state.is_mount():
             state.rmdir()
+        return sorted(filter(Path.exists, linked))
 
     def check(self) -> None:
         """Refuse a directory that no stack made."""

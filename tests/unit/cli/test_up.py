@@ -117,6 +117,24 @@ def test_a_state_directory_behind_a_link_is_removed_with_the_link(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_links_in_a_state_directory_lead_to_stays_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout, disks = Layout(tmp_path / "state"), [tmp_path / "disk" / name for name in ("nats", "wal")]
+    layout.create()
+    for disk in disks:
+        disk.mkdir(parents=True)
+    (layout.state / "nats").symlink_to(disks[0])
+    (layout.state / "data").mkdir()
+    (layout.state / "data" / "wal").symlink_to(disks[1])
+    (layout.state / "data" / "again").symlink_to(layout.state / "data")
+    (layout.state / "gone").symlink_to(tmp_path / "gone")
+    (layout.state / "loop").symlink_to(layout.state / "loop")
+    assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.OK
+    assert capsys.readouterr().err == f"what links in it led to is not removed: {disks[0]}, {disks[1]}\n"
+    assert (layout.state.exists(), [disk.exists() for disk in disks]) == (False, [True, True])
+
+
 def test_a_removal_that_was_interrupted_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(tmp_path / "state")
     layout.create()
