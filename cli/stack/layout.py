@@ -14,7 +14,7 @@ from typing import Final
 
 from embedded.server import socket_directory
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import is_there, private_directory, replace_private
+from postroom.chassis.ownership import is_there, private_directory, replace_private, why_refused
 
 MESH: Final = "demo"
 SENDER: Final = "alice"  # the member whose token the daemon has
@@ -94,8 +94,8 @@ class Layout:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise Fatal(
                 Exit.TRY_AGAIN if full else Exit.CONFIG,
-                f"cannot use the state directory {self.state}: {error.strerror}; "
-                + ("free some space there" if full else "choose another with --state DIR"),
+                f"cannot use the state directory {self.state}: "
+                + why_refused(error, "free some space there" if full else "choose another with --state DIR"),
             ) from error
 
     def wipe(self) -> list[Path]:

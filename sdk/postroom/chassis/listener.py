@@ -39,7 +39,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory
+from postroom.chassis.ownership import private_directory, why_refused
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
 from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError, Problem
@@ -100,7 +100,7 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
             return sock
     except OSError as error:
         raise Fatal(
-            Exit.CONFIG, f"cannot create the socket {path}: {error.strerror}; configure another path"
+            Exit.CONFIG, f"cannot create the socket {path}: {why_refused(error, 'configure another path')}"
         ) from error
 
 

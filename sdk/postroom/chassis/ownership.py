@@ -119,7 +119,7 @@ def read_regular(file: Path) -> tuple[bytes, os.stat_result]:
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
-            _refuse("it is not a regular file", errno.EINVAL)
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return stream.read(), status
 
 
@@ -234,5 +234,16 @@ def _name(uid: int) -> str:
     return user_name(uid) or f"uid {uid}"
 
 
+class _Advice(str):
+    """Why a path is refused, and what to do about it."""
+
+    __slots__ = ()
+
+
 def _refuse(sentence: str, number: int = errno.EPERM) -> None:
-    raise OSError(number, sentence)
+    raise OSError(number, _Advice(sentence))
+
+
+def why_refused(error: OSError, advice: str) -> str:
+    """Return why a path cannot be used, with `advice` where that does not say what to do."""
+    return error.strerror if isinstance(error.strerror, _Advice) else f"{error.strerror}; {advice}"

@@ -48,7 +48,7 @@ import aiosqlite
 import structlog
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import hand_over, open_private, private_directory
+from postroom.chassis.ownership import hand_over, open_private, private_directory, why_refused
 from postroom.chassis.sqlite import (
     PARTS,
     QUERIES,
@@ -109,9 +109,8 @@ class OwnedFile:
             if may_be_anothers:
                 hand_over(self._lock, directory)
         except OSError as error:
-            raise Fatal(
-                exit_after(error), f"cannot use the state directory {directory}: {error.strerror}; configure another"
-            ) from error
+            why = why_refused(error, "configure another")
+            raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {why}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

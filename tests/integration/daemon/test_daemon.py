@@ -342,3 +342,4 @@ def test_a_directory_that_others_may_write_to_is_refused(daemon: Any, which: str
     (daemon.state if which == "state" else sockets).chmod(0o777)
     assert daemon.start().ended() == 78
     assert "others may write to it: chmod go-w" in daemon.said()
+    assert "; configure another" not in daemon.said()  # which that says already

@@ -108,6 +108,16 @@ def test_a_state_directory_with_other_tables_is_refused_and_says_what_to_do(
     layout.create()
 
 
+def test_a_state_directory_that_others_may_write_to_is_refused_with_one_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state := tmp_path / "state").mkdir()
+    state.chmod(0o777)
+    assert main.run(["up", "--state", str(state)]) == Exit.CONFIG
+    why = f"others may write to it: chmod go-w {state}, or choose another directory"
+    assert capsys.readouterr().err == f"postroom: cannot use the state directory {state}: {why}\n"
+
+
 def test_a_state_directory_behind_a_link_is_removed_with_the_link(tmp_path: Path) -> None:
     link, elsewhere = tmp_path / "link", tmp_path / "elsewhere"
     elsewhere.mkdir()
