@@ -87,6 +87,7 @@ class Request(RequestBase, web.BaseRequest):
     """A request that aiohttp has read; `params` are the variable parts of its path."""
 
     params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+    check_again: Callable[[], None] = staticmethod(lambda: None)  # raises where the caller may not go on with a stream
 
     @property
     def connection(self) -> Connection:  # type: ignore[override] # never set

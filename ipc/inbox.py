@@ -23,7 +23,7 @@ from postroom._wire.message import check_destination
 from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom._wire.transport import EVENT_STREAM
 from postroom.chassis.routes import decode_query
-from postroom.errors import InvalidMessage, TryAgain
+from postroom.errors import InvalidMessage, NotPermitted, TryAgain
 
 _PAGE: Final = 200  # messages read from the file at once
 _PAGE_BYTES: Final = 256 * 1024  # of them, after which fewer are read
@@ -77,9 +77,10 @@ class InboxRoutes:
                 arrival = inbox.arrival()  # taken first: what is filed from here on sets it
                 async with self._turn(request):
                     try:
+                        request.check_again()
                         messages, after = await inbox.following(after, _PAGE, wanted, most_bytes=_PAGE_BYTES)
-                    except TryAgain as error:  # an answer cannot begin a second time
-                        raise ConnectionResetError("the inbox was closed") from error
+                    except (NotPermitted, TryAgain) as error:  # an answer cannot begin a second time
+                        raise ConnectionResetError("its token is not valid, or the inbox was closed") from error
                 if messages:
                     await self._write(request, response, messages)
                 elif not await self._arrives(arrival, end):

@@ -199,6 +199,10 @@ class TcpGuard:
                 "foreign_origin",
                 "a page of another origin may not use this socket: use a program, or a page of localhost",
             )
+        self.check_token(request)
+
+    def check_token(self, request: web.BaseRequest) -> None:
+        """Raise `NotPermitted` (401) where the token is wrong, or is not valid any more while the request goes on."""
         if not self._token.matches(bearer_token(request)):
             _log.warning("local_token_refused", path=request.path[:200])
             raise NotPermitted.of("unauthorized", "a request over TCP needs Authorization: Bearer <local token>")

@@ -276,6 +276,7 @@ class Batch:
         try:
             async for lines in arrived_lines(self._request, splitter, self._turns):
                 if lines:
+                    self._request.check_again()
                     connection.between_lines = True  # from here on a delay is not the caller's
                     prepared, size = await self._prepared(lines)
                     outcomes = asyncio.create_task(self._accept(prepared), name="accept-chunk")

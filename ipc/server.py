@@ -13,6 +13,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote
@@ -213,6 +214,7 @@ class Server(TimedServer):
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
         if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
+            request.check_again = partial(self._tcp_guard.check_token, request)
         if not connection.is_allowed:
             return problem_answer(_NOT_ALLOWED, close=True)
         if route.access == "operator" and not self._policy.may_operate(connection.caller):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from support.inboxes import Opened, message
 from support.wire import Reply, encode, parse
 
-from ipc.peers import rotate
+from inbox import Inbox
+from ipc.peers import GRACE_SECONDS, rotate
+from postroom.chassis.ownership import replace_private
 
 
 @pytest.fixture
@@ -118,6 +124,43 @@ async def test_a_rotation_refuses_neither_the_old_token_nor_the_new(
     assert fresh != token
     assert (await ask(room, Authorization=f"Bearer {token}")).status == 200
     assert (await ask(room, Authorization=f"Bearer {fresh}")).status == 200
+
+
+async def test_a_stream_ends_with_its_token(open_room: Any, token_file: Path, token: str, inbox: Inbox) -> None:
+    """What is open would else be read, and sent on, for as long as the thief of a token likes."""
+    room = await open_room(token_file=token_file, inbox=Opened(inbox))
+    given = f"Host: localhost\r\nAuthorization: Bearer {token}\r\n"
+    reader, reading = await asyncio.open_connection("127.0.0.1", room.port)
+    reading.write(f"GET /v1/events HTTP/1.1\r\n{given}\r\n".encode())
+    await inbox.file([message(1)])
+    await reader.readuntil(b"event: message")
+    answers, sending = await asyncio.open_connection("127.0.0.1", room.port)
+    head = f"POST /v1/send/batch HTTP/1.1\r\n{given}Content-Type: application/x-ndjson\r\nTransfer-Encoding: chunked"
+    sending.write(f"{head}\r\n\r\n".encode() + chunk("first"))
+    await answers.readuntil(b'"line":1')
+
+    replace_private(token_file, "another-token-of-the-operator-who-ended-the-first\n")
+    long_ago = time.time() - GRACE_SECONDS
+    os.utime(token_file, (long_ago, long_ago))
+    await inbox.file([message(2)])
+    sending.write(chunk("second"))
+    assert b"event: message" not in await rest(reader)
+    assert b'"line":2' not in await rest(answers)
+    assert await room.rows() == 1
+    for writer in (reading, sending):
+        writer.close()
+
+
+def chunk(client_message_id: str) -> bytes:
+    line = msgspec.json.encode({"to": "topic:orders", "body": "x", "client_message_id": client_message_id}) + b"\n"
+    return f"{len(line):x}\r\n".encode() + line + b"\r\n"
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    except ConnectionError:
+        return b""
 
 
 async def test_the_unix_socket_needs_no_token(room: Any) -> None:
