@@ -9,7 +9,6 @@ what one process has in hand plus what may wait for its next attempt, since a wa
 """
 
 import json
-import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -371,12 +370,6 @@ def covers(pattern: str, subject: str) -> bool:
         if index >= len(wanted) or wanted[index] == ">" or word not in ("*", wanted[index]):
             return False
     return len(words) == len(wanted)
-
-
-def expression_of(pattern: str) -> str:
-    """Return the regular expression, as Postgres has them, that matches the subjects that `pattern` does."""
-    words = [".+" if word == ">" else "[^.]+" if word == "*" else re.escape(word) for word in pattern.split(".")]
-    return "^" + r"\.".join(words) + "$"
 
 
 def overlap(one: str, other: str) -> bool:

@@ -162,6 +162,13 @@ def mesh_named_by(subject: str) -> str | None:
     return None
 
 
+def expression_of(*patterns: str) -> str:
+    """Return the regular expression, of Postgres as of Python, of all that a pattern (`*`, `>` as in NATS) matches."""
+    words = {"*": "[^.]+", ">": ".+"}
+    each = (r"\.".join(words.get(word) or re.escape(word) for word in pattern.split(".")) for pattern in patterns)
+    return f"^({'|'.join(each)})$"
+
+
 def is_literal(subject: str) -> bool:
     """Return whether a subject names one place: NATS takes `*` and `>` in what is published for any text."""
     return not {"*", ">"} & set(subject.split("."))

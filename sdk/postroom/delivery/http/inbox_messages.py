@@ -37,7 +37,7 @@ from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 from postroom.delivery.nats import CLOCK_SKEW, end_if_cancelled
 from postroom.delivery.settings import InboxSettings
-from postroom.delivery.streams import expression_of
+from postroom.delivery.subjects import expression_of
 
 _log = structlog.get_logger(__name__)
 

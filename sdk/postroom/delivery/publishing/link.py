@@ -36,6 +36,7 @@ from postroom.delivery.nats import api_subject, connect, connection_of
 from postroom.delivery.publishing import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
+from postroom.delivery.subjects import expression_of
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -120,7 +121,7 @@ def _picture(info: StreamInfo) -> StreamPicture:
         state.last_seq,
         _limit(config.max_msg_size),
         config.max_age or None,
-        subject_pattern(config.subjects or ()),
+        re.compile(expression_of(*config.subjects or ())),
         _keeps_all(info),
         config.retention == RetentionPolicy.WORK_QUEUE,
         bool(config.allow_atomic),
@@ -139,14 +140,6 @@ def _keeps_all(info: StreamInfo) -> bool:
 
 def _limit(value: int | None) -> int | None:
     return value if value is not None and value > 0 else None
-
-
-def subject_pattern(subjects: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern whose full match is a subject that one of `subjects` (in the syntax of NATS) matches."""
-    words = {"*": r"[^.]+", ">": ".+"}
-    return re.compile(
-        "|".join(r"\.".join(words.get(word) or re.escape(word) for word in subject.split(".")) for subject in subjects)
-    )
 
 
 class Holes(NamedTuple):

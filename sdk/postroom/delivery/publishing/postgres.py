@@ -42,8 +42,9 @@ from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
 from postroom.delivery.message import history_message
 from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
-from postroom.delivery.publishing.link import Holes, subject_pattern
+from postroom.delivery.publishing.link import Holes
 from postroom.delivery.settings import PublisherSettings, RecordSettings
+from postroom.delivery.subjects import expression_of
 
 QUERIES: Final = load_queries(__package__, "record.sql")
 LIMIT: Final = 1000  # that are listed, or that one request drops
@@ -264,9 +265,8 @@ async def all_marked(pool: Pool) -> bool:
 
 async def declare_subjects(pool: Pool, subjects: Sequence[str]) -> None:
     """Note that a stream is declared for these: `postroom.emit` accepts them though no mesh has their name."""
-    patterns = [f"^({subject_pattern([one]).pattern})$" for one in subjects]
     if subjects:
-        await pool.execute(QUERIES["declare_subjects"], list(subjects), patterns)
+        await pool.execute(QUERIES["declare_subjects"], list(subjects), [expression_of(one) for one in subjects])
 
 
 async def is_declared(connection: Connection, context: str) -> bool:

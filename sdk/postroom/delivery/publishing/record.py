@@ -42,10 +42,10 @@ from postroom.delivery.publishing.link import (
     StreamPicture,
     read_floors,
     read_holes,
-    subject_pattern,
 )
 from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked
 from postroom.delivery.settings import RecordSettings
+from postroom.delivery.subjects import expression_of
 
 _log = structlog.get_logger(__name__)
 
@@ -270,8 +270,7 @@ class WorkQueues:
 
     async def _raise(self, stream: str, floors: Floors) -> None:
         filters = floors.by_filter
-        patterns = [f"^({subject_pattern([subjects]).pattern})$" for subjects in filters]
-        values = (list(filters), patterns, list(filters.values()))
+        values = (list(filters), [expression_of(subjects) for subjects in filters], list(filters.values()))
         await self._pool.execute(QUERIES["raise_floors"], stream, floors.created_at, *values)
         if floors.gone:
             gone = ",".join(f"[{start},{end})" for start, end in floors.gone)
