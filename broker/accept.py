@@ -122,7 +122,7 @@ class Accepting:
             )
             raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
-            raise NotPermitted.of("invalid_token", f"the bearer token was revoked; {NEW_TOKEN}") from None
+            raise NotPermitted.of("invalid_token", f"the token was revoked; {NEW_TOKEN}") from None
         except Exception as error:  # noqa: BLE001 - after any other error the batch may have been committed
             await self._resolve_unknown(sender, batch, error)
         else:

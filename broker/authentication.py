@@ -249,7 +249,7 @@ def _bearer(request: web.Request) -> bytes:
 
 
 def _unknown_token() -> NotPermitted:
-    return NotPermitted.of("invalid_token", f"the bearer token is not valid: it may have been revoked; {NEW_TOKEN}")
+    return NotPermitted.of("invalid_token", f"the token is not valid: it may have been revoked; {NEW_TOKEN}")
 
 
 def member_of(request: web.Request) -> Member:

@@ -207,7 +207,7 @@ class BrokerLink:
             problem = msgspec.json.decode(reply.content, type=_ProblemText)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             problem = _ProblemText()  # nothing else of an answer is repeated
-        words = f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
+        words = f" {clean(f'({problem.code}): {problem.detail}')}" if problem.code else ""  # a log masks `token: …`
         sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
         failure = failure_of(reply.status, problem.code)

@@ -89,7 +89,7 @@ async def test_each_status_of_a_whole_request_is_sorted(scripted_broker, link_to
     scripted_broker.judge = lambda _: web.json_response({"code": "why_not", "detail": "because"}, status=status)
     error = await failure_of(link_to(scripted_broker.url), claimed(1))
     assert error.failure is failure
-    assert f"answered {status} why_not: because" in str(error)
+    assert f"answered {status} (why_not): because" in str(error)
 
 
 @pytest.mark.parametrize(

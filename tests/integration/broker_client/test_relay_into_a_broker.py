@@ -21,9 +21,11 @@ from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
 from broker.database import migrate
 from broker.server import open_services
+from broker_client.channel import RequestFailed
 from outbox import Caller, RowFilter
 from postroom import BrokerClient, NotFound
 from postroom._wire.message import prepare
+from postroom.chassis.logs import mask
 from postroom.errors import Conflict
 
 ACCEPTED = "SELECT client_message_id FROM mesh.client_message_dedupe ORDER BY 1"
@@ -165,7 +167,7 @@ async def test_a_post_that_fails_is_a_failed_span_of_each_message(scripted_broke
     first, *_ = spans = recorded.get_finished_spans()
     assert {(span.name, parent_of(span)) for span in spans} == {("relay topic:orders", TRACE)}
     assert attributes(first)["error.type"] == "broker_overloaded"
-    assert first.status.description.endswith("answered 503 overloaded: later")
+    assert first.status.description.endswith("answered 503 (overloaded): later")
 
 
 async def test_a_crash_after_the_brokers_commit_makes_no_second_message(
@@ -290,3 +292,13 @@ async def test_a_member_subscribes_and_unsubscribes_through_the_link(real_broker
     assert [topic.subscribers for topic in (await link.topics()).topics] == [1]
     with pytest.raises(NotFound):
         await link.subscribe("absent")
+
+
+async def test_why_a_token_is_refused_can_be_read_in_a_log(real_broker, link_to, token_file, claimed):
+    broker = await real_broker()
+    token_file.write_text("another-token\n")
+    with pytest.raises(RequestFailed) as refused:
+        await link_to(broker.url).accept(claimed(1))
+    sentence = str(refused.value)
+    assert "answered 401 (invalid_token): the token is not valid: it may have been revoked" in sentence
+    assert mask(sentence) == sentence
