@@ -7,6 +7,7 @@ it skips is the way from the command line to its first line, which the tests of 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import gc
@@ -73,6 +74,40 @@ class Forked:
                 self.returncode = self._zygote.ask({"ended": self.pid})
                 os.close(self._descriptor)
         return self.returncode
+
+
+class Piped:
+    """One of which tests use what `asyncio.subprocess.Process` has; all that it says is in `stderr`."""
+
+    def __init__(self, process: Forked, stderr: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
+        self._process = process
+        self._transport = transport
+        self.stderr = stderr
+        self.send_signal, self.kill, self.terminate = process.send_signal, process.kill, process.terminate
+
+    @classmethod
+    async def start(cls, words: Sequence[str], environment: Mapping[str, str]) -> Piped:
+        """Run what `python WORDS` would."""
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as output:
+            process = shared().start(words, environment, output)
+        stderr = asyncio.StreamReader()
+        connect = asyncio.get_running_loop().connect_read_pipe
+        transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(stderr), os.fdopen(reading, "rb"))
+        return cls(process, stderr, transport)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        return await asyncio.to_thread(self._process.wait)
+
+    async def communicate(self) -> tuple[int, bytes]:
+        """Return how it ended, and all that it said that nobody has read yet."""
+        said = await self.stderr.read()
+        self._transport.close()
+        return await self.wait(), said
 
 
 class Zygote:
@@ -151,6 +186,7 @@ def _become(words: list[str], environment: dict[str, str], directory: str, outpu
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1, errors="backslashreplace")  # a pipe cannot seek
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import signal
 import sqlite3
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ import pytest
 from support.agents import emitted, settled
 from support.jetstream import Context
 from support.waiting import until_so
+from support.zygote import Piped
 
 from embedded.processes import tethered
 from postroom.chassis.ownership import this_user
@@ -59,16 +59,18 @@ class CommandLine:
         return Ended(process.returncode, output.decode(), said.decode())
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Run the example for the length of the block, from when it is ready on; it has to stop in order."""
-        process = await self.start("run", AGENT)
-        assert process.stderr is not None
+    async def running(self) -> AsyncIterator[None]:
+        """Run the example for the length of the block, from when it is ready on; it has to stop in order.
+
+        What runs is what `postroom agent run` becomes, as other tests do.
+        """
+        process = await Piped.start(["-m", "postroom.worker", "agent", "--", AGENT], self.environment)
         lines = [line async for line in until_ready(process.stderr)]
         assert b'"event":"ready"' in lines[-1], lines
-        yield process
-        process.send_signal(signal.SIGTERM)
-        _, said = await process.communicate()
-        assert process.returncode == 0, said.decode()
+        yield
+        process.terminate()
+        code, said = await process.communicate()
+        assert code == 0, said.decode()
 
     async def settled(self) -> None:
         """Return when every command was handled and acknowledged."""

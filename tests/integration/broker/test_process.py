@@ -20,6 +20,7 @@ import asyncpg
 import msgspec
 import pytest
 from support.databases import HOLD_NUMBERS
+from support.zygote import Piped
 
 from broker.config import BrokerConfig
 from broker.database import Database, migrate
@@ -33,16 +34,11 @@ DOCS = Path(__file__).parents[3] / "docs"
 LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
-async def run(command: str, file: Path, **environ: str) -> tuple[int | None, str]:
+async def run(command: str, file: Path, **environ: str) -> tuple[int, str]:
     """Run one command of the broker to its end; its exit code and what it said."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "broker", command, "--config", str(file)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=environ,
-    )
-    output, _ = await process.communicate()
-    return process.returncode, output.decode()
+    process = await Piped.start(["-m", "broker", command, "--config", str(file)], environ)
+    code, output = await process.communicate()
+    return code, output.decode()
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import socket
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,12 +18,13 @@ from support.handlers import serving
 from support.http_consumers import settled
 from support.jetstream import Context
 from support.waiting import until
+from support.zygote import Piped
 
-from embedded.processes import tethered
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
 
-Running = Callable[..., AbstractAsyncContextManager["asyncio.subprocess.Process"]]
+COMMAND = ("cli", "consumer", "run")
+PROGRAM = ("postroom.worker", "consumer")  # what the command becomes
 
 
 @pytest.fixture
@@ -41,12 +42,10 @@ async def servers(nats_url: str, database_url: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *tethered([sys.executable, "-m", "cli", "consumer", "run", *arguments]),
-        stderr=asyncio.subprocess.PIPE,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environ},
-    )
+async def running(*arguments: str, program: tuple[str, ...] = PROGRAM, **environ: str) -> AsyncIterator[Piped]:
+    """Run what the command becomes, or the command itself where it is the `program`."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environ}
+    process = await Piped.start(["-m", *program, *arguments], environment)
     try:
         yield process
     finally:
@@ -55,9 +54,8 @@ async def running(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subp
         await process.communicate()
 
 
-async def said(process: asyncio.subprocess.Process, event: str) -> dict[str, object]:
+async def said(process: Piped, event: str) -> dict[str, object]:
     """Return the first line of the log that is about `event`."""
-    assert process.stderr is not None
     async with asyncio.timeout(60):
         async for line in process.stderr:
             if (told := json.loads(line)).get("event") == event:
@@ -71,10 +69,10 @@ async def listen(manager: socket.socket, told: set[str]) -> None:
         told.add((await asyncio.get_running_loop().sock_recv(manager, 4096)).decode())
 
 
-async def refused(*arguments: str, **environ: str) -> tuple[int, str]:
-    async with running(*arguments, **environ) as process:
-        _, error = await process.communicate()
-        return process.returncode or 0, error.decode()
+async def refused(*arguments: str, program: tuple[str, ...] = PROGRAM, **environ: str) -> tuple[int, str]:
+    async with running(*arguments, program=program, **environ) as process:
+        code, error = await process.communicate()
+        return code, error.decode()
 
 
 async def test_three_options_and_the_environment_are_enough_for_a_first_try(
@@ -82,7 +80,7 @@ async def test_three_options_and_the_environment_are_enough_for_a_first_try(
 ) -> None:
     async with serving() as handler:
         options = ("--context", context.name, "--name", "orders", "--handler", handler.url)
-        async with running(*options, **servers) as process:
+        async with running(*options, program=COMMAND, **servers) as process:
             await said(process, "consuming")
             while True:  # the stream is declared by the consumer, a moment after it has begun
                 try:
@@ -178,7 +176,8 @@ async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: d
     slow = {"POSTROOM_CONSUMER_HANDLER_TIMEOUT_SECONDS": "30"}
     away = {**servers, "POSTROOM_DATABASE_URL": "postgresql://user:hidden@127.0.0.1:1/x"}
     empty = {**servers, "POSTROOM_DATABASE_URL": servers["POSTROOM_DATABASE_URL"].replace("test_", "nobody_")}
-    cases: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
+    cases: list[tuple[int, str, tuple[str, ...], dict[str, Any]]] = [
+        (2, "--context, --name and --handler", (), {"program": COMMAND}),
         (2, "--context, --name and --handler", (), {}),
         (2, "use --config alone", (*direct, "--config", str(tmp_path / "x.toml")), servers),
         (78, "POSTROOM_NATS_URL is not set", direct, {}),

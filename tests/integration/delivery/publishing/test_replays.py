@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -13,8 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.zygote import Piped
 
-from embedded.processes import tethered
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
@@ -89,10 +88,10 @@ async def notes(office: Any) -> list[str | None]:
 async def test_an_operator_that_is_killed_loses_none_and_doubles_none(
     office: Any, dead: list[str], nats_url: str, database_url: str, statement: int
 ) -> None:
-    command = [sys.executable, str(PROGRAM), nats_url, database_url, office.context, str(statement)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-    killed = await asyncio.create_subprocess_exec(*tethered(command), env=environment)
-    assert await killed.wait() == (0 if statement == 99 else -signal.SIGKILL)
+    killed = await Piped.start([str(PROGRAM), nats_url, database_url, office.context, str(statement)], environment)
+    code, _ = await killed.communicate()
+    assert code == (0 if statement == 99 else -signal.SIGKILL)
     settled = await notes(office)
     left = await find(office)
     assert sorted([*settled, *(stored.letter.message_id for stored in left if stored.letter)]) == sorted(dead)
