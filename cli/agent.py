@@ -57,7 +57,7 @@ class Stored(NamedTuple):
     def find(self) -> tuple[str, Path]:
         """Return the agent and its store; without a config where both are given."""
         from cli.worker import ask_worker  # noqa: PLC0415
-        from postroom.delivery.agents.runtime import database  # noqa: PLC0415
+        from postroom.delivery.agents import database  # noqa: PLC0415
         from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
 
         if self.agent is not None and self.state_directory is not None:

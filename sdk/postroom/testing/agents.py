@@ -25,10 +25,11 @@ from postroom._wire.message import refuse
 from postroom._wire.retry import Backoff
 from postroom.agent import Agent, Envelope, agent_name, check_agent, fill_subjects
 from postroom.claims import Dead, Done, Later, Outcome
+from postroom.delivery.agents import database
 from postroom.delivery.agents.envelopes import ENTITY_ID, EXPECTED_VERSION
 from postroom.delivery.agents.outgoing import AgentCounters, Clock, StoreClaim, StoreSource
 from postroom.delivery.agents.replay import replay
-from postroom.delivery.agents.runtime import AgentRuntime, database
+from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.store import Owner, Store, decode_record, read_events
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.consumer import Attempts

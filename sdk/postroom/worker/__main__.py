@@ -122,22 +122,23 @@ def _handle(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> None:
-    from postroom.agent import agent_name  # noqa: PLC0415
-    from postroom.delivery.agents.runtime import load_agent  # noqa: PLC0415
-    from postroom.ledger.engine import load_flow  # noqa: PLC0415
-
     with redirect_stdout(sys.stderr):  # what a user's module prints is not part of the answer
         if options.kind == "agent":
+            from postroom.agent import agent_name  # noqa: PLC0415
+            from postroom.delivery.agents import load_agent  # noqa: PLC0415
+
             found: dict[str, Any] = {"name": agent_name(load_agent(options.what))}
         else:
+            from postroom.ledger.engine import load_flow  # noqa: PLC0415
+
             flow = load_flow(options.what)
             found = {"name": flow.name, "first": flow.first.name, "threshold": flow.threshold}
     _answer(found)
 
 
 def _replay(options: argparse.Namespace) -> None:
+    from postroom.delivery.agents import load_agent  # noqa: PLC0415
     from postroom.delivery.agents.replay import Differs, replay  # noqa: PLC0415
-    from postroom.delivery.agents.runtime import load_agent  # noqa: PLC0415
 
     with redirect_stdout(sys.stderr):
         try:

@@ -13,9 +13,10 @@ from prometheus_client.core import Metric
 from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents import database
 from postroom.delivery.agents.outgoing import into_jetstream
 from postroom.delivery.agents.replay import answer_stories
-from postroom.delivery.agents.runtime import AgentRuntime, check_events, database, open_consumers
+from postroom.delivery.agents.runtime import AgentRuntime, check_events, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.nats import connect

@@ -24,7 +24,7 @@ from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool, letting_go
 from postroom.chassis.routes import exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
-from postroom.delivery.agents.runtime import load_agent
+from postroom.delivery.agents import load_agent
 from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig, check_distinct

@@ -10,3 +10,26 @@ host that dies after its commit and before its ack leaves a message that the oth
 handles again. So give the agents of two hosts different workspaces, or subjects that do not overlap; or guard what must
 happen once among hosts with the idempotency registry in Postgres (`postroom.once`).
 """
+
+from pathlib import Path
+from typing import Any
+
+from postroom.agent import Agent, InvalidAgent, check_agent
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import load_named
+
+
+def load_agent(name: str) -> type[Agent[Any]]:
+    """Import `module:Agent`, also from the current directory; the `Fatal` that it raises says what to change."""
+    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
+    try:
+        check_agent(agent)
+    except InvalidAgent as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    found: type[Agent[Any]] = agent
+    return found
+
+
+def database(directory: Path) -> Path:
+    """Return the path of the event store in a state directory."""
+    return directory.resolve() / "events.db"

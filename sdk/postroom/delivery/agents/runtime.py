@@ -28,10 +28,10 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.ids import now_ms
 from postroom._wire.retry import error_text
-from postroom.agent import Agent, InvalidAgent, agent_name, check_agent, fill_event_subject
+from postroom.agent import Agent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.runtime import load_named
 from postroom.claims import DONE, Dead, Outcome
+from postroom.delivery.agents import database
 from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
 from postroom.delivery.agents.envelopes import (
     ENTITY_ID,
@@ -374,11 +374,6 @@ class AgentRuntime:
                 first = False
 
 
-def database(directory: Path) -> Path:
-    """Return the path of the event store in a state directory."""
-    return directory.resolve() / "events.db"
-
-
 async def open_consumers(
     js: JetStreamContext, runtime: AgentRuntime, subjects: Sequence[str], settings: ConsumerSettings
 ) -> list[Consumer]:
@@ -431,17 +426,6 @@ def _altered(difference: Differs) -> Fatal:
         Exit.CONFIG,
         f"the event store was altered at {difference}: the agent does not run on it; see `postroom agent verify`",
     )
-
-
-def load_agent(name: str) -> type[Agent[Any]]:
-    """Import `module:Agent`, also from the current directory; the `Fatal` that it raises says what to change."""
-    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
-    try:
-        check_agent(agent)
-    except InvalidAgent as error:
-        raise Fatal(Exit.CONFIG, str(error)) from error
-    found: type[Agent[Any]] = agent
-    return found
 
 
 class Job:
