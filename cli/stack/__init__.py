@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shlex
+import socket
 import subprocess
 import sys
 from abc import abstractmethod
@@ -84,7 +85,18 @@ class Program(EmbeddedServer):
                 return False
             return True
 
-        return asyncio.run(ask())
+        return self._listens() and asyncio.run(ask())
+
+    def _listens(self) -> bool:
+        """Try to connect: a program that still starts is asked a hundred times, and this costs next to nothing."""
+        family, address = self._address()
+        with socket.socket(family) as connection:
+            connection.settimeout(_PROBE_SECONDS)
+            return connection.connect_ex(address) == 0
+
+    @abstractmethod
+    def _address(self) -> tuple[socket.AddressFamily, Any]:
+        """Return where it listens."""
 
     @abstractmethod
     def _settings(self) -> Mapping[str, Any]:
@@ -114,6 +126,9 @@ class PageProgram(Program):
         """Return the port for the next start."""
         port = self._kept_port()
         return port if is_free(port) else choose_port()
+
+    def _address(self) -> tuple[socket.AddressFamily, Any]:
+        return socket.AF_INET, ("127.0.0.1", self._kept_port())
 
     def _probe(self) -> Awaitable[object]:
         return self._page("/health")
@@ -182,6 +197,9 @@ class DaemonProgram(Program):
             "broker": {"url": self.stack.broker.url, "token_file": self.layout.token_file(SENDER)},
             "nats": {"url": self.stack.nats.url},
         }
+
+    def _address(self) -> tuple[socket.AddressFamily, Any]:
+        return socket.AF_UNIX, str(self.layout.socket)
 
     async def _probe(self) -> object:
         async with self.client() as client:
