@@ -5,26 +5,28 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
+from support.zygote import shared
 
 from postroom.chassis.logs import mask
 
+HEAD = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
+
 
 def logged(script: str) -> list[dict[str, object]]:
-    head = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
-    ran = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in ran.stderr.splitlines()]
+    with TemporaryFile() as said:
+        assert shared().start(["-c", HEAD + script], os.environ, said).wait() == 0
+        said.seek(0)
+        return [json.loads(line) for line in said]
 
 
 def shown(script: str, **environment: str) -> list[str]:
     """Return what somebody sees on a terminal."""
-    head = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
     master, slave = pty.openpty()
-    running = subprocess.Popen(
-        [sys.executable, "-c", head + script], stderr=slave, env={"TERM": "xterm", **environment}
-    )
-    os.close(slave)
+    with os.fdopen(slave, "wb") as terminal:
+        running = shared().start(["-c", HEAD + script], {"TERM": "xterm", **environment}, terminal)
     seen = b""
     with suppress(OSError):  # the last who could write has ended
         while piece := os.read(master, 65536):
