@@ -129,7 +129,7 @@ def said_by_name(nodes: object) -> dict[str, str]:
     return found
 
 
-def said(node: ast.AST, known: dict[str, str]) -> str:  # noqa: PLR0911 - one for each kind of expression
+def said(node: ast.AST, known: dict[str, str]) -> str:  # noqa: C901, PLR0911 - one for each kind of expression
     """All that an expression can say."""
     match node:
         case ast.Constant(value=str(text)):
@@ -145,6 +145,8 @@ def said(node: ast.AST, known: dict[str, str]) -> str:  # noqa: PLR0911 - one fo
             return said(left, known) + said(right, known)
         case ast.IfExp(body=body, orelse=orelse):
             return f"{said(body, known)} {said(orelse, known)}"
+        case ast.Call(func=ast.Name(id="why_refused"), args=[_, advice]):
+            return f"x; {said(advice, known)}"
         case ast.Call(func=ast.Name(id=name)) if f"{name}()" in known:
             return known[f"{name}()"]
         case ast.Subscript(value=value) | ast.Call(func=ast.Attribute(value=value)):
