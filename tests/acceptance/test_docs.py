@@ -20,6 +20,7 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
+PROGRAMS = {"python": "-", "http": "exchange.py", "sql": "execute.py"}  # what runs an example in a language
 CONSOLE_PORT = "7480"  # the same
 FIRST = "README.md"
 ALONE = (
@@ -58,7 +59,7 @@ lap() {  # notes in the file `laps` how many microseconds it is since the lap be
 }
 until_it_is_so() {
     SECONDS=0
-    until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.1; done
+    until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.5; done
 }
 """
 UP = """
@@ -82,16 +83,11 @@ def _step(part: re.Match[str]) -> str:
         return f"until_it_is_so '{until}'\nlap {shlex.quote(f'until {until}')}"
     if named := NAMED.match(text):
         return f"cat > {named['name']} <<'END'\n{text}END"
-    match language:
-        case "python":
-            return f"python - <<'END'\n{text}END"
-        case "http":
-            return f"python exchange.py <<'END'\n{text}END"
-        case "sql":
-            return f"python execute.py <<'END'\n{text}END"
-        case "console":
-            typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-            return "\n".join(f"{line}\nlap {shlex.quote(line)}" for line in typed)
+    if language == "console":
+        typed = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+        return "\n".join(f"{line}\nlap {shlex.quote(line)}" for line in typed)
+    if language in PROGRAMS:
+        return f"python {PROGRAMS[language]} <<'END'\n{text}END\nlap {shlex.quote(text.splitlines()[0])}"
     raise AssertionError(f"an example in {language} has to begin with the name of its file: {text}")
 
 
