@@ -196,7 +196,6 @@ def _become(words: list[str], environment: dict[str, str], directory: str, outpu
     match words:
         case ["-m", module, *arguments]:
             sys.argv = [module, *arguments]
-            sys.modules.pop(f"{module}.__main__", None)  # or runpy warns that it was imported
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", text, *arguments]:
             sys.argv = ["-c", *arguments]

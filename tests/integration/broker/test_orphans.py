@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.zygote import Piped
 
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, Table, drop_failing, list_dropped, list_failing
 from postroom.worker.orphans import find_orphans
@@ -117,10 +117,11 @@ async def test_events_of_other_services_need_no_message(broker: Any, message: Me
 async def test_the_command_ends_with_1_on_a_violation_and_0_without(
     broker: Any, message: Message, postgres: Any, config_file: Path
 ) -> None:
-    async def check() -> tuple[int, str]:
-        process = await Piped.start(["-m", "broker", "orphan-check", "--config", str(config_file)], os.environ)
-        code, output = await process.communicate()
-        return code, output.decode()
+    async def check() -> tuple[int | None, str]:
+        command = [sys.executable, "-m", "broker", "orphan-check", "--config", str(config_file)]
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        output, _ = await process.communicate()
+        return process.returncode, output.decode()
 
     await send_all_kinds(broker, message)
     assert (await check())[0] == 0

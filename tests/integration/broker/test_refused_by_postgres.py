@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import asyncpg
 import pytest
-from support.zygote import Piped
 
 from broker.__main__ import find_orphans
 from broker.database import Database, migrate
@@ -122,10 +122,15 @@ async def test_every_command_says_it_and_ends_with_it(
 ) -> None:
     good = config_file.read_text().splitlines()[1:]
     config_file.write_text("\n".join([f'database_url = "{_as(guarded, "guest", PASSWORD)}"', *good]))
-    process = await Piped.start(["-m", *command, "--config", str(config_file)], {})
-    code, said = await process.communicate()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *command, "--config", str(config_file)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+    )
+    output, said = await process.communicate()
 
-    assert code == Exit.NOT_PERMITTED
+    assert (process.returncode, output) == (Exit.NOT_PERMITTED, b"")
     assert said.decode().count("\n") == 1
     assert b"permission denied" in said
     assert b"Traceback" not in said
