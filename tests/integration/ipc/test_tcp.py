@@ -132,6 +132,7 @@ async def test_a_stream_ends_with_its_token(open_room: Any, token_file: Path, to
     given = f"Host: localhost\r\nAuthorization: Bearer {token}\r\n"
     reader, reading = await asyncio.open_connection("127.0.0.1", room.port)
     reading.write(f"GET /v1/events HTTP/1.1\r\n{given}\r\n".encode())
+    await reader.readuntil(b"id: ")  # where it begins: what was filed before is not told
     await inbox.file([message(1)])
     await reader.readuntil(b"event: message")
     answers, sending = await asyncio.open_connection("127.0.0.1", room.port)
