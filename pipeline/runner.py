@@ -276,7 +276,7 @@ def session(name: str) -> Iterator[SparkSession]:
     from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - the same
     from pyspark.sql import SparkSession  # noqa: PLC0415 - the same
 
-    from postroom.spark.session import prepare_environment, spare_workers_the_zip  # noqa: PLC0415 - the same
+    from postroom.spark.session import prepare_environment  # noqa: PLC0415 - the same
 
     present = None
     with suppress(PySparkRuntimeError):  # there is none
@@ -285,7 +285,6 @@ def session(name: str) -> Iterator[SparkSession]:
         yield present
         return
     prepare_environment()
-    spare_workers_the_zip()
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")  # no pipeline uses pandas
     with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
         builder = SparkSession.builder.appName(f"postroom {name}")

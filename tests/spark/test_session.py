@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from postroom.spark.session import spare_workers_the_zip
+from postroom.spark.session import prepare_environment
 
 
 def test_the_workers_run_the_python_of_this_environment(spark: SparkSession) -> None:
@@ -19,15 +22,35 @@ def test_the_workers_run_the_python_of_this_environment(spark: SparkSession) -> 
     assert spark.sparkContext.parallelize(range(4), 2).map(prefix).distinct().collect() == [sys.prefix]
 
 
-def test_the_workers_of_a_session_of_this_machine_import_the_compiled_pyspark(tmp_path: Path) -> None:
-    environ = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(tmp_path)}
-    spare_workers_the_zip(environ)
-    home = Path(environ["SPARK_HOME"])
-    assert not (home / "python").exists()
-    assert (home / "jars").resolve() == (Path(pyspark.__file__).parent / "jars").resolve()
-    again = {name: value for name, value in environ.items() if name != "SPARK_HOME"}
-    spare_workers_the_zip(again)
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def test_workers_import_a_compiled_pyspark(environ: dict[str, str]) -> None:
+    prepare_environment(environ)
+    home, shipped = Path(environ["SPARK_HOME"]), Path(pyspark.__file__).parent
+    paths = [str(archive) for archive in (home / "python/lib").iterdir()]
+    assert {Path(path).name for path in paths} == {archive.name for archive in (shipped / "python/lib").iterdir()}
+    code = "import pyspark.sql.worker.plan_data_source_read as it; print(it.__cached__, it.__loader__.archive)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, check=True
+    )
+    archive = home / "python/lib/pyspark.zip"
+    assert ran.stdout.decode().split() == [f"{archive}/pyspark/sql/worker/plan_data_source_read.pyc", str(archive)]
+    for part in ("bin", "jars", "python/pyspark"):
+        assert (home / part).resolve() == (shipped / part).resolve()
+
+
+def test_the_compiled_pyspark_is_written_once(environ: dict[str, str]) -> None:
+    prepare_environment(environ)
+    written = {path: path.lstat().st_mtime_ns for path in Path(environ["SPARK_HOME"]).rglob("*")}
+    again = {name: text for name, text in environ.items() if name != "SPARK_HOME"}
+    prepare_environment(again)
     assert again == environ
+    assert {path: path.lstat().st_mtime_ns for path in Path(environ["SPARK_HOME"]).rglob("*")} == written
+    (home,) = Path(environ["XDG_CACHE_HOME"], "postroom").glob("spark-*")
+    assert home == Path(environ["SPARK_HOME"])
 
 
 @pytest.mark.parametrize(
@@ -36,13 +59,20 @@ def test_the_workers_of_a_session_of_this_machine_import_the_compiled_pyspark(tm
         {"SPARK_HOME": "/opt/spark"},
         {"SPARK_CONF_DIR": "/etc/spark"},
         {"PYSPARK_SUBMIT_ARGS": "--master yarn pyspark-shell"},
-        {"PYSPARK_GATEWAY_PORT": "1"},
         {"PYSPARK_PYTHON": "/usr/bin/python3"},
-        {"XDG_CACHE_HOME": "/dev/null"},
     ],
 )
-def test_a_spark_that_was_configured_keeps_its_home(chosen: dict[str, str], tmp_path: Path) -> None:
-    environ = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(tmp_path), **chosen}
-    before = dict(environ)
-    spare_workers_the_zip(environ)
-    assert environ == before
+def test_a_spark_that_was_configured_keeps_its_home(chosen: dict[str, str], environ: dict[str, str]) -> None:
+    environ |= chosen
+    prepare_environment(environ)
+    assert environ.get("SPARK_HOME") == chosen.get("SPARK_HOME")
+
+
+def test_where_the_compiled_pyspark_cannot_be_written_spark_keeps_its_home(environ: dict[str, str]) -> None:
+    without = dict(environ)
+    prepare_environment(environ)
+    home = Path(environ["SPARK_HOME"])
+    shutil.rmtree(home)
+    home.touch()
+    prepare_environment(without)
+    assert "SPARK_HOME" not in without

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from postroom.spark.session import do_without_names, find_java, spare_workers_the_zip
+from postroom.spark.session import do_without_names, find_java, prepare_environment
 
 ARCHIVE: Final = Path(sys.prefix, "spark-classes.jsa")
 SHAPE: Final = "-XX:+UseSerialGC"  # what an archive is made for: a Java with another collector maps a part of it
@@ -38,10 +38,9 @@ words = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/cmdline").read_text(
 
 def quick_spark(cache: Path) -> dict[str, str]:
     """Return the variables with which sessions start quickly: a Java that maps its classes, and a compiled PySpark."""
-    found = {"PYSPARK_PYTHON": sys.executable, "XDG_CACHE_HOME": str(cache), "JAVA_HOME": str(_java_home(cache))}
-    spare_workers_the_zip(found)
-    del found["XDG_CACHE_HOME"]
-    return found
+    environment = {"PATH": "", "XDG_CACHE_HOME": str(cache)}
+    prepare_environment(environment)
+    return {name: text for name, text in environment.items() if name not in ("PATH", "XDG_CACHE_HOME")}
 
 
 def _java_home(cache: Path) -> Path:

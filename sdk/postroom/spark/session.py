@@ -11,7 +11,9 @@ it much later.
 """
 
 import hashlib
+import importlib.metadata
 import importlib.util
+import marshal
 import os
 import re
 import shlex
@@ -24,6 +26,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+from zipfile import ZipFile
 
 from postroom.errors import Unavailable
 
@@ -35,7 +38,6 @@ __all__ = [
     "find_java",
     "prepare_environment",
     "provide_java",
-    "spare_workers_the_zip",
 ]
 
 OLDEST: Final = 17  # the least that Spark 4 supports
@@ -127,12 +129,10 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
     """Return the runtime's own home, or one with a wrapper where it does not start with Spark's flags."""
     if runtime.has_vectors:
         return runtime.home
-    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(os.fsencode(runtime.home)).hexdigest()[:16]
-    home = Path(cache, "postroom", f"java-{runtime.version}-{name}")
     script = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime.home / "bin" / "java")))
-    program = home / "bin" / "java"
     try:
+        home = _cached(f"java-{runtime.version}", os.fsencode(runtime.home), environ)
+        program = home / "bin" / "java"
         if program.is_file() and program.read_text() == script and os.access(program, os.X_OK):
             return home
         program.parent.mkdir(parents=True, exist_ok=True)
@@ -141,22 +141,30 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
             fresh.write_text(script)
             fresh.chmod(0o755)
             fresh.replace(program)
-    except OSError as error:
-        detail = f"cannot write {home}, which the trimmed Java {runtime.home} needs: {error}; set XDG_CACHE_HOME"
+    except (OSError, RuntimeError) as error:
+        detail = f"cannot write the wrapper that the trimmed Java {runtime.home} needs: {error}; set XDG_CACHE_HOME"
         raise Unavailable.of("java_absent", detail) from error
     return home
+
+
+def _cached(name: str, what: bytes, environ: Mapping[str, str]) -> Path:
+    """Return the directory in the user's cache for `what`; a `RuntimeError` for a user who has no home."""
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "postroom", f"{name}-{hashlib.sha256(what).hexdigest()[:16]}")
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:
     """Set `JAVA_HOME`, and `PYSPARK_PYTHON` where it is not set; return a description of the Java.
 
-    The Python workers are then of this environment, and not the `python3` of the `PATH`. Under `spark-submit` nothing
-    is changed, since its JVM is running. Raises `Unavailable` where there is no Java.
+    The Python workers are then of this environment, and not the `python3` of the `PATH`. They start in half of the time
+    where Spark is that of this environment and was not configured: `SPARK_HOME` is then set too. Under `spark-submit`
+    nothing is changed, since its JVM is running. Raises `Unavailable` where there is no Java.
     """
     if _GATEWAY in environ:
         return "Java of spark-submit"
     java = provide_java(environ)
     environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    _compile_for_workers(environ)
     do_without_names(environ)
     return f"Java {java.version} from {java.origin}, {java.home}"
 
@@ -173,29 +181,60 @@ def do_without_names(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("PYSPARK_UDS_MODE", "true")
 
 
-def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set `SPARK_HOME` for a session of this machine alone, so that Python workers start in about a third of the time.
+def _compile_for_workers(environ: MutableMapping[str, str]) -> None:
+    """Set `SPARK_HOME` to one that differs in its `pyspark.zip` alone: it is compiled.
 
-    They put `pyspark.zip` of Spark's home first on their path, and compile each time what they import from it. The home
-    that is set, in the user's cache, has links to the JVM's part and no such file: they import the PySpark of this
-    environment, which is compiled. Nothing changes where Spark was configured (YARN needs the file), where the workers
-    are of another Python, and where the links cannot be made.
+    Workers put the file first on their path, and compile each time what they import from it. The home is in the user's
+    cache. Nothing changes where Spark was configured, where the workers are of another Python, and where the home
+    cannot be written.
     """
     spec = importlib.util.find_spec("pyspark")
-    if spec is None or spec.origin is None or any(name in environ for name in (_GATEWAY, *_CHOSEN)):
+    if spec is None or spec.origin is None or any(name in environ for name in _CHOSEN):
         return
     original = Path(spec.origin).parent
     configured = (original / "conf").exists() or not (original / "jars").is_dir()
     if configured or environ.get("PYSPARK_PYTHON") != sys.executable:
         return
-    with suppress(OSError, RuntimeError):  # the latter for a user without a home
-        cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        home = Path(cache, "postroom", f"spark-{hashlib.sha256(os.fsencode(original)).hexdigest()[:16]}")
-        home.mkdir(parents=True, exist_ok=True)
-        for part in ("bin", "jars"):
-            with suppress(FileExistsError):
-                (home / part).symlink_to(original / part)
+    of = f"{sys.implementation.cache_tag} {importlib.metadata.version('pyspark')} {original}"
+    with suppress(OSError, RuntimeError):
+        home = _cached("spark", of.encode(), environ)
+        if not home.is_dir():
+            _write_home(original, home)
         environ["SPARK_HOME"] = str(home)
+
+
+def _write_home(original: Path, home: Path) -> None:
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent) as directory:
+        fresh = Path(directory, home.name)
+        lib = fresh / "python" / "lib"
+        lib.mkdir(parents=True)
+        for part in ("bin", "jars", "python/pyspark"):
+            (fresh / part).symlink_to(original / part)
+        for archive in (original / "python" / "lib").iterdir():
+            if archive.name == "pyspark.zip":
+                _compile(archive, lib / archive.name)
+            else:
+                (lib / archive.name).symlink_to(archive)
+        try:
+            fresh.rename(home)
+        except OSError:
+            if not home.is_dir():  # another program has written it meanwhile
+                raise
+
+
+def _compile(archive: Path, target: Path) -> None:
+    """Write what the archive has and the bytecode of each module, without PySpark's tests, which are half of it."""
+    unchecked = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)  # the header of bytecode: PEP 552
+    with ZipFile(archive) as sources, ZipFile(target, "w") as compiled:
+        for member in sources.infolist():
+            if "/tests/" in member.filename:
+                continue
+            content = sources.read(member)
+            compiled.writestr(member, content)
+            if member.filename.endswith(".py"):
+                code = compile(content, member.filename, "exec", dont_inherit=True)
+                compiled.writestr(f"{member.filename}c", unchecked + marshal.dumps(code))
 
 
 def _has_address(name: str) -> bool:

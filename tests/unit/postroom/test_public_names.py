@@ -144,7 +144,6 @@ PUBLIC = {
         "find_java",
         "prepare_environment",
         "provide_java",
-        "spare_workers_the_zip",
     },
 }
 
