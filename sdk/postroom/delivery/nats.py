@@ -190,6 +190,13 @@ class NatsClient(Client):
             if (writer := getattr(self._transport, "_io_writer", None)) is not None:
                 writer.transport.abort()
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Use TLS where the URL or `ca_file` asks for it: nats-py would give its password to a server without."""
+        scheme = "" if self._current_server is None else self._current_server.uri.scheme
+        if scheme == "tls" or (scheme == "nats" and "tls" in self.options):
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""
         block = _STORED_BLOCK if reply.startswith(_STORED) else _SERVER_BLOCK
