@@ -90,11 +90,14 @@ def change_all(
     """
     why = reason_or_ask(change.reason, dry_run=change.dry_run)
 
-    if len(ids) == 1:
-        if not (change.dry_run or undoable):
-            confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
-        portion = ask(Asked(ids, why, change.dry_run))
-        if portion.failed and not portion.done:  # the id of a message may name several letters
+    if len(ids) == 1:  # may name several: the id of a message its letters, that of a consumer one in each stream
+        asks = not (undoable or change.dry_run or change.yes)
+        portion = ask(Asked(ids, why, dry_run=change.dry_run or asks))
+        if asks and portion.done:
+            meant = [_id(one) for one in portion.done]
+            confirm(f"{verb.capitalize()} {', '.join(meant)}?", yes=False)
+            portion = ask(Asked(meant, why, dry_run=False))
+        if portion.failed and not portion.done:
             raise error_for(next(iter(portion.failed.values())))
         yield portion
         return
@@ -114,7 +117,7 @@ def change_all(
     confirm(f"{verb.capitalize()} {len(done):,} of {counted(matched, thing)}?", yes=change.yes)
     with progress(len(done), as_json=change.as_json) as show:
         count = did = 0
-        for some in _cut([str(getattr(one, "id", one)) for one in done], size):
+        for some in _cut([_id(one) for one in done], size):
             try:
                 portion = ask(Asked(some, why, dry_run=False))
             except BaseException:  # also Ctrl-C
@@ -134,7 +137,7 @@ def write_each(
         for id_, problem in portion.failed.items():
             note(f"{id_}: {problem.detail}" if named else problem.detail)
         for one in portion.done:
-            id_ = str(getattr(one, "id", one))
+            id_ = _id(one)
             as_said = {"id": id_, "done": None if change.dry_run else verb}
             json_line(as_said) if change.as_json else line(f"{id_} {'would be ' * change.dry_run}{done_as}")
         done, failed = done + len(portion.done), failed + len(portion.failed)
@@ -176,6 +179,10 @@ def asking(
         return with_broker(reach.url, reach.token_file, work, timeout=SECONDS)
 
     return ask
+
+
+def _id(thing: Any) -> str:
+    return str(getattr(thing, "id", thing))
 
 
 def _cut(ids: Sequence[str], size: int) -> list[Sequence[str]]:

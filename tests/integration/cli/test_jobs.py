@@ -182,7 +182,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["retry", str(UUID(int=7)), "--reason", "x", "--yes"], 3, "there is no job"),
         (["retry"], 2, "name at least one job"),
         (["cancel", str(UUID(int=7)), "--yes"], 2, "--reason"),
-        (["cancel", str(UUID(int=7)), "--reason", "x"], 2, "Add --yes"),
+        (["cancel", str(UUID(int=7)), "--reason", "x"], 3, "there is no job"),
         (["list", "--state", "odd"], 2, "'odd' is not a state: running, closed"),
         (["list", "--mesh", "nowhere"], 3, "there is no mesh 'nowhere'"),
         (["retry", "--all", "--mesh", "nowhere", "--dry-run"], 3, "there is no mesh 'nowhere'"),

@@ -137,6 +137,8 @@ def test_ids_that_do_not_exist_are_said_and_the_others_done(sent: Terminal) -> N
 
 
 def test_a_question_is_asked_on_a_terminal(sent: Terminal) -> None:
+    unasked = sent.run("outbox", "abort", "a", *WHY)
+    assert (unasked.code, unasked.sentence()) == (2, "Abort a? Add --yes: there is no terminal to ask on")
     refused = sent.at_a_terminal("outbox", "abort", "a", *WHY, answer="n\n")
     assert refused.code == 1
     assert "Abort a?" in refused.out

@@ -478,15 +478,15 @@ def test_a_message_that_died_at_a_consumer_is_followed_by_its_replay(consumer: O
         assert {step["id"] for step in office.story(name)["steps"]} == {step["id"] for step in story["steps"]}, name
 
 
-def declare(office: Office, durable: str) -> None:
-    """Make a consumer of the orders that no program runs."""
+def declare(office: Office, durable: str, stream: str = "EVENTS", subject: str = "event.orders.v1") -> None:
+    """Make a consumer, of the orders by default, that no program runs."""
 
     async def work() -> None:
         connection = await nats.connect(office.nats_url)
         config = ConsumerConfig(
-            durable_name=durable, ack_policy=AckPolicy.EXPLICIT, filter_subjects=[f"{MESH}.event.orders.v1"]
+            durable_name=durable, ack_policy=AckPolicy.EXPLICIT, filter_subjects=[f"{MESH}.{subject}"]
         )
-        await connection.jetstream().add_consumer(f"{MESH.upper()}_EVENTS", config)
+        await connection.jetstream().add_consumer(f"{MESH.upper()}_{stream}", config)
         await connection.close()
 
     _run(work())
@@ -768,6 +768,21 @@ def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
     assert office.user.run("consumer", "delete", "idle", *why).out == f"{MESH.upper()}_EVENTS/idle deleted\n"
     assert office.user.run("consumer", "show", "idle").code == 3
     assert "idle" in office.user.run("log", "--at", "broker").out
+
+
+def test_a_name_that_consumers_of_two_streams_have_is_asked_about_with_both(consumer: Office) -> None:
+    office = consumer
+    declare(office, "twice")
+    declare(office, "twice", "INBOX", "inbox.>")
+    both = sorted(f"{MESH.upper()}_{stream}/twice" for stream in ("EVENTS", "INBOX"))
+    delete = ("consumer", "delete", "twice", "--reason", "it is retired")
+    asked = office.user.at_a_terminal(*delete, answer="n\n")
+    assert (asked.code, f"Delete {', '.join(both)}?" in asked.out) == (1, True)
+    assert [one["stream"] for one in office.user.run("consumer", "show", "twice", "--json").json] == [
+        each.partition("/")[0] for each in both
+    ]
+    assert office.user.run(*delete[:2], both[1], *delete[3:], "--yes").out == f"{both[1]} deleted\n"
+    assert f"Delete {both[0]}? [y/N]: {both[0]} deleted" in office.user.at_a_terminal(*delete, answer="y\n").out
 
 
 def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -> None:
