@@ -136,6 +136,8 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
                 data = msgspec.json.encode((await watch.look(session.client))._asdict())
             except PostroomError as error:
                 data = msgspec.json.encode({"trouble": str(error)})
+                if error.code == "invalid_token":
+                    await request.app[SESSIONS].end(session.key)
             except RuntimeError:  # the operator has logged out meanwhile: the client is closed
                 if request.app[SESSIONS].is_over(session.key):
                     break

@@ -34,6 +34,12 @@ if (live) {
   const wrong = document.querySelector("[data-wrong]");
   let shown = "";
   const source = new EventSource(live.dataset.stream);
+  source.addEventListener("error", () => {
+    trouble.hidden = false;
+    trouble.textContent = source.readyState === EventSource.CLOSED
+      ? "The log-in has ended: reload the page. What it shows is from before."
+      : "The console does not answer. What this page shows is from before.";
+  });
   source.addEventListener("message", (event) => {
     const news = JSON.parse(event.data);
     trouble.hidden = !news.trouble;

@@ -119,6 +119,19 @@ async def test_axe_finds_nothing_serious_on_any_page(mesh: dict[str, str], chrom
     assert faults == []
 
 
+async def test_an_overview_whose_numbers_no_longer_change_says_so(operated: str, chromium: Any) -> None:
+    watcher = f"watcher-{uuid4().hex[:8]}"
+    async with BrokerClient(operated, ADMIN_TOKEN) as client:
+        token = (await client.create_operator(watcher, "look")).token
+        await chromium.open("/")
+        await chromium.click('form[action="/logout"] button')
+        await chromium.type('input[name="token"]', token)
+        await chromium.click("main button")
+        await chromium.until("What is wrong")
+        await client.revoke_operator(watcher)
+        await chromium.until("The log-in has ended: reload the page")
+
+
 async def confirm(chromium: Any, words: str) -> None:
     await chromium.until("Nothing has changed yet")
     await chromium.type('main input[name="reason"]', "looked at it")

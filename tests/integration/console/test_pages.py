@@ -288,6 +288,8 @@ async def test_a_token_that_is_revoked_shows_nothing_while_others_look(office: A
     eve = await office.logged_in("eve")
     async with BrokerClient(office.broker_url, office.tokens["administrator"]) as client:
         await client.revoke_operator(f"eve-{office.mesh}")
+    async with eve.session.get(f"{eve.url}/live") as stream:
+        assert b'{"trouble":"the token is not valid' in await stream.read()  # and ends
     assert (await admin.open("/")).path == "/"
     assert (await eve.open("/")).path == "/login"
     assert (await admin.open("/")).path == "/"
