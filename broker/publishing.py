@@ -3,9 +3,11 @@
 The rules are docs/contract/delivery.md#delivery-24, #delivery-27 and #delivery-87. A worker does the publishing.
 """
 
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 from aiohttp import web
+from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
@@ -30,8 +32,9 @@ from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
-from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats
+from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, still_runs
 from postroom.delivery.http.inbox_messages import find_begun
+from postroom.delivery.programs import list_programs
 from postroom.delivery.publishing.postgres import (
     EFFECTS as FAILING,
 )
@@ -133,7 +136,9 @@ class Consumers:
                     assert unread is not None  # noqa: S101 - the reason
                     raise PostroomError(unread)
                 try:
-                    durables = [one async for one in each_durable(js, None if asked.mesh is None else [asked.mesh])]
+                    meshes = None if asked.mesh is None else [asked.mesh]
+                    durables = [one async for one in each_durable(js, meshes)]
+                    running = await self._running(js, meshes, principal.whose) if verb == "delete" else set()
                 except NATS_ERRORS as error:
                     raise from_nats(error, "looking for the consumers") from error
                 found: dict[str, ConsumerInfo | None] = {}
@@ -146,6 +151,8 @@ class Consumers:
                     if info is None:
                         raise consumer_not_found(id_)
                     table.check(verb, f"the consumer {info.name}", "active" if pause_of(info) is None else "paused")
+                    if id_ in running:
+                        raise still_runs(info.name)
                     if asked.dry_run:
                         return id_
                     async with self._database.read(principal.whose) as connection, connection.transaction():
@@ -158,6 +165,17 @@ class Consumers:
             return json_response(Result[str](dry_run=asked.dry_run, done=done, failed=failed))
 
         return handle
+
+    async def _running(self, js: JetStreamContext, meshes: Collection[str] | None, whose: tuple[str, str]) -> set[str]:
+        """Return the ids of the consumers that a program runs: it asks for messages, or pauses for its handler."""
+        async with self._database.read(whose) as connection:
+            begun, programs = await find_begun(connection), await list_programs(connection, None)
+        parts = {part.name for program in programs if not program.away for part in program.parts}
+        return {
+            one.id
+            for one in await list_durables(js, meshes, begun)
+            if one.asks or (one.paused and one.paused_by is None and f"consumer {one.consumer}" in parts)
+        }
 
 
 def _id(info: ConsumerInfo) -> str:

@@ -160,8 +160,8 @@ def cannot_pause(consumer: str, version: str) -> Unavailable:
 
 
 def still_runs(consumer: str) -> Conflict:
-    """Refuse to delete a consumer that a program reads from at the moment, and would make again at its next start."""
-    detail = f"cannot delete {consumer}: a program asks for its messages now; stop that first"
+    """Refuse to delete a consumer that a program runs at the moment, and would make again at once."""
+    detail = f"cannot delete {consumer}: a program runs it now; stop that first"
     return Conflict.of("consumer_in_use", detail, retryable=True)
 
 

@@ -764,7 +764,8 @@ def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
 
     why = ("--reason", "it is retired", "--yes")
     running = office.user.run("consumer", "delete", f"{MESH.upper()}_EVENTS/counting", *why)
-    assert (running.code, "a program asks for its messages now" in running.err) == (4, True)
+    assert (running.code, "a program runs it now" in running.err) == (4, True)
+    assert office.user.run("consumer", "delete", f"{MESH.upper()}_EVENTS/counting", "--dry-run").code == 4
     assert office.user.run("consumer", "delete", "idle", *why).out == f"{MESH.upper()}_EVENTS/idle deleted\n"
     assert office.user.run("consumer", "show", "idle").code == 3
     assert "idle" in office.user.run("log", "--at", "broker").out
@@ -801,3 +802,6 @@ def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -
         wait_until(lambda: office.user.run("consumer", "show", "lonely").code == 0)
         wait_until(lambda: "unreachable" in shown(office, "lonely").get("paused", ""))
         assert "paused: " in office.user.run("consumer", "show", "lonely").out
+        delete = ("consumer", "delete", "lonely", "--reason", "it is retired", "--yes")
+        wait_until(lambda: "a program runs it now" in office.user.run(*delete, "--dry-run").err)
+        assert office.user.run(*delete).code == 4

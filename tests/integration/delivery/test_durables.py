@@ -113,7 +113,7 @@ async def test_a_consumer_is_deleted_where_no_program_runs_it(context: Context) 
             return bool((await context.info()).num_waiting)
 
         await until_so(asks, "it asks for more")
-        with pytest.raises(Conflict, match="a program asks for its messages now; stop that first"):
+        with pytest.raises(Conflict, match="a program runs it now; stop that first"):
             await delete(context.js, await context.info(), ADA)
 
     async def left() -> bool:
