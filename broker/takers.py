@@ -129,12 +129,21 @@ class Takers:
                     elif story.steps:
                         self._add_agent(taken.consumer, story)
             self._draft.more |= bool(self._draft.published)
+            await self._explain_waits({info.name: info for infos in streams.values() for info in infos})
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
-        durables = {info.name: info for infos in streams.values() for info in infos}
+
+    async def _explain_waits(self, durables: dict[str, ConsumerInfo]) -> None:
+        """Say of what waits for a consumer that it is paused, or deleted; `durables` are known already."""
+        others = {taker.mesh for taker in self._draft.takers.values() if taker.consumer not in durables}
+        if others:  # in streams that nothing of the story is known to be in, or nowhere
+            durables |= {info.name: info async for info in each_durable(self._js, others)}
         for step, taker in self._draft.takers.items():
             info = durables.get(taker.consumer)
-            if info is not None and (pause := pause_of(info)) is not None:
+            if info is None:
+                why = f"the consumer {taker.consumer} was deleted before it had finished this"
+                self._draft.wait(self._draft.steps[step], why, f"postroom consumer list --mesh {taker.mesh}")
+            elif (pause := pause_of(info)) is not None:
                 why = f"{self._draft.waits[step].why}; paused by {pause.by} because: {pause.reason}"
                 self._draft.wait(
                     self._draft.steps[step], why, f"{resuming(f'{info.stream_name}/{info.name}')} --mesh {taker.mesh}"

@@ -492,6 +492,15 @@ def declare(office: Office, durable: str, stream: str = "EVENTS", subject: str =
     _run(work())
 
 
+def undeclare(office: Office, durable: str) -> None:
+    async def work() -> None:
+        connection = await nats.connect(office.nats_url)
+        await connection.jetstream().delete_consumer(f"{MESH.upper()}_EVENTS", durable)
+        await connection.close()
+
+    _run(work())
+
+
 def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer: Office) -> None:
     declare(consumer, "sleepy")
     consumer.send("asleep")
@@ -805,3 +814,8 @@ def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -
         delete = ("consumer", "delete", "lonely", "--reason", "it is retired", "--yes")
         wait_until(lambda: "a program runs it now" in office.user.run(*delete, "--dry-run").err)
         assert office.user.run(*delete).code == 4
+    ((begun, *_),) = office.fetch("SELECT message_id FROM postroom.inbox_messages WHERE consumer = 'lonely' LIMIT 1")
+    assert "lonely tries it again" in office.user.run("trace", begun).out
+    undeclare(office, "lonely")
+    told = office.user.run("trace", begun).out
+    assert ("lonely tries it again" in told, "the consumer lonely was deleted before" in told) == (False, True)
