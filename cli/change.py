@@ -94,6 +94,7 @@ def change_all(
         asks = not (undoable or change.dry_run or change.yes)
         portion = ask(Asked(ids, why, dry_run=change.dry_run or asks))
         if asks and portion.done:
+            yield portion._replace(done=())
             meant = [_id(one) for one in portion.done]
             confirm(f"{verb.capitalize()} {', '.join(meant)}?", yes=False)
             portion = ask(Asked(meant, why, dry_run=False))

@@ -782,6 +782,8 @@ def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
 
 def test_a_name_that_consumers_of_two_streams_have_is_asked_about_with_both(consumer: Office) -> None:
     office = consumer
+    office.send("in-its-stream")
+    office.until_told("in-its-stream", "received")
     declare(office, "twice")
     declare(office, "twice", "INBOX", "inbox.>")
     both = sorted(f"{MESH.upper()}_{stream}/twice" for stream in ("EVENTS", "INBOX"))
@@ -793,6 +795,10 @@ def test_a_name_that_consumers_of_two_streams_have_is_asked_about_with_both(cons
     ]
     assert office.user.run(*delete[:2], both[1], *delete[3:], "--yes").out == f"{both[1]} deleted\n"
     assert f"Delete {both[0]}? [y/N]: {both[0]} deleted" in office.user.at_a_terminal(*delete, answer="y\n").out
+    declare(office, "counting", "INBOX", "inbox.>")  # the other one of this name runs
+    asked = office.user.at_a_terminal("consumer", "delete", "counting", *delete[3:], answer="y\n")
+    assert (asked.code, "a program runs it now" in asked.out) == (1, True)
+    assert f"{MESH.upper()}_INBOX/counting deleted" in asked.out
 
 
 def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -> None:
