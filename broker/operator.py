@@ -19,6 +19,7 @@ from broker.database import QUERIES, Database
 from broker.limiter import Breaker
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
+from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.nats import connect
@@ -55,10 +56,11 @@ class Nats:
         patience = patience if patient else min(patience, BRIEFLY)
         try:
             nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
-        except PostroomError as error:
+        except (PostroomError, Fatal) as error:  # `Fatal`: a file that the settings name cannot be read
             if patient:
                 self._breaker.failed()
-            yield None, Unavailable.of(NATS_UNREACHABLE, str(error), retryable=error.retryable).problem
+            retryable = isinstance(error, PostroomError) and error.retryable
+            yield None, Unavailable.of(NATS_UNREACHABLE, str(error), retryable=retryable).problem
             return
         self._breaker.succeeded()
         try:

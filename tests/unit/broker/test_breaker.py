@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from broker.limiter import Breaker
@@ -80,3 +82,12 @@ async def test_a_nats_that_did_not_answer_is_soon_asked_again_only_briefly(monke
             assert (js, unread is None) == (None, False)
 
     assert waited == [PATIENCE, BRIEFLY, BRIEFLY]
+
+
+@pytest.mark.parametrize("setting", ["ca_file", "credentials_file"])
+async def test_a_file_that_nats_needs_and_that_cannot_be_read_is_named(setting: str) -> None:
+    nats = Nats(NatsSettings(url="nats://127.0.0.1:1", **{setting: Path("/nowhere")}))
+    async with nats.opened(BRIEFLY) as (js, unread):
+        assert unread is not None
+        assert (js, unread.code, unread.retryable) == (None, "nats_unreachable", False)
+        assert "/nowhere: [Errno 2] No such file or directory" in unread.detail
