@@ -31,12 +31,12 @@ from postroom._wire.fingerprint import prefix
 from postroom._wire.http import Head
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import MAX_REQUEST_BYTES, Envelope, PreparedSend, Priority, SendRequest, prepare, refuse
-from postroom._wire.operations import SendsQuery
+from postroom._wire.operations import VERBS, SendsQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, Ready, RowStatus, SendList, SendResult, Version
 from postroom._wire.transport import JSON, NDJSON, Exchanges
 from postroom.blocking import Client
 from postroom.client import AsyncClient
-from postroom.errors import PROBLEM_JSON, NotFound, PostroomError
+from postroom.errors import PROBLEM_JSON, Conflict, NotFound, PostroomError
 
 Outcome = Literal["done", "dead", "aborted"]
 
@@ -92,12 +92,17 @@ class FakeDaemon:
     def settle(self, client_message_id: UUID | str, status: Outcome = "done", *, reason: str | None = None) -> None:
         """Settle a send as if the broker had accepted it, or refused it for a `reason`, or an operator had aborted it.
 
-        Raises `NotFound` where nothing was sent under that id, `InvalidMessage` for another status.
+        Raises `NotFound` where nothing was sent under that id, `InvalidMessage` for another status, and `Conflict` for
+        a send that has ended: one that is dead may be aborted, and any other stays as it is.
         """
         if status not in SETTLED:
             refuse("invalid_field", f"a send is never {status!r} in the end: give done, dead or aborted", "status")
         with self._lock:
-            self._settle(self._row(str(client_message_id)), status, reason)
+            row = self._row(str(client_message_id))
+            if row.status in SETTLED and not (status == "aborted" and row.status in VERBS["abort"].states):
+                sentence = f"the send {row.send.client_message_id} is {row.status}: it cannot become {status}"
+                raise Conflict.of("wrong_state", sentence)
+            self._settle(row, status, reason)
 
     @contextmanager
     def failing(self, error: PostroomError) -> Iterator[None]:
@@ -297,7 +302,7 @@ class FakeAsyncClient(AsyncClient):
     """An `AsyncClient` whose messages stay in memory; share a `daemon` to see what several clients sent."""
 
     def __init__(self, daemon: FakeDaemon | None = None) -> None:
-        self.daemon = daemon or FakeDaemon()
+        self.daemon = _daemon(daemon)
         super().__init__("fake", patience=0)
 
     @property
@@ -324,13 +329,22 @@ class FakeClient(Client):
     """A `Client` whose messages stay in memory; share a `daemon` to see what several clients sent."""
 
     def __init__(self, daemon: FakeDaemon | None = None) -> None:
-        self.daemon = daemon or FakeDaemon()
+        self.daemon = _daemon(daemon)
         self._use(_Requests(self.daemon), partial(FakeAsyncClient, self.daemon))
 
     @property
     def sent(self) -> list[Sent]:
         """What was sent to its daemon, in order; a repeated send is there once."""
         return self.daemon.sent
+
+
+def _daemon(given: Any) -> FakeDaemon:
+    if given is None:
+        return FakeDaemon()
+    if not isinstance(given, FakeDaemon):
+        sentence = f"a fake client has no socket: give a FakeDaemon, or nothing, not {given!r}"
+        refuse("invalid_field", sentence, "daemon")
+    return given
 
 
 def _parsed(request: bytes) -> tuple[str, dict[str, str], bytes]:

@@ -109,6 +109,34 @@ def test_an_outcome_that_no_send_has_is_refused() -> None:
     assert post.get("k").status == "pending"
 
 
+@pytest.mark.parametrize(
+    ("ends", "then"),
+    [("done", "dead"), ("done", "aborted"), ("done", "done"), ("aborted", "done"), ("dead", "done"), ("dead", "dead")],
+)
+def test_a_send_that_has_ended_ends_no_other_way(ends: Any, then: Any) -> None:
+    post = FakeClient()
+    post.send("topic:orders", "hello", client_message_id="k")
+    post.daemon.settle("k", ends)
+    before = post.get("k")
+    with pytest.raises(Conflict, match=f"is {ends}: it cannot become {then}"):
+        post.daemon.settle("k", then, reason="too late")
+    assert post.get("k") == before
+
+
+def test_an_operator_may_abort_a_send_that_is_dead() -> None:
+    post = FakeClient()
+    post.send("topic:orders", "hello", client_message_id="k")
+    post.daemon.settle("k", "dead", reason="topic_not_found: there is no such topic")
+    post.daemon.settle("k", "aborted", reason="not needed")
+    assert post.get("k").status == "aborted"
+
+
+@pytest.mark.parametrize("client", [FakeClient, FakeAsyncClient])
+def test_a_path_in_place_of_a_daemon_is_refused(client: Any) -> None:
+    with pytest.raises(InvalidMessage, match="give a FakeDaemon"):
+        client("/run/postroom.sock")
+
+
 def test_a_send_stays_pending_before_its_not_before() -> None:
     post = FakeClient()
     for key, not_before in (("later", datetime(2999, 1, 1, tzinfo=UTC)), ("past", datetime(2000, 1, 1, tzinfo=UTC))):
