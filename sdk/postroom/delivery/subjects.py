@@ -60,8 +60,8 @@ Subject: TypeAlias = EventSubject | CommandSubject | InboxSubject | DeadLetterSu
 
 def event_subject(context: str, name: str, version: int = 1) -> str:
     """Build the subject of an event."""
-    if not 1 <= version <= _MOST_VERSION:
-        raise invalid_subject(f"the version {version} is not a number from 1 to {_MOST_VERSION}")
+    if type(version) is not int or not 1 <= version <= _MOST_VERSION:
+        raise invalid_subject(f"the version {version!r} is not a number from 1 to {_MOST_VERSION}")
     return f"{_context(context)}.event.{_word('name', name)}.v{version}"
 
 

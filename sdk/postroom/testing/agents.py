@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 from uuid import UUID, uuid4
 
+import msgspec
+
 from postroom._wire.arguments import to_json
 from postroom._wire.message import refuse
+from postroom._wire.names import in_words
 from postroom._wire.retry import Backoff
 from postroom.agent import Agent, Envelope, agent_name, check_agent, fill_subjects
 from postroom.claims import Dead, Done, Later, Outcome
@@ -41,6 +44,7 @@ from postroom.delivery.streams import covers
 from postroom.retry_policy import policy_of
 from postroom.testing.fake import Sent
 from postroom.testing.requests import published
+from postroom.worker.config import AgentSection
 
 
 class Received(NamedTuple):
@@ -68,8 +72,13 @@ class AgentCase:
         max_deliver: int = AGENT_MAX_DELIVER,
         settings: AgentSettings | None = None,
     ) -> None:
-        """Check the class; raises `InvalidAgent`."""
+        """Check the class, and what an agent's config checks; raises `InvalidAgent` or `InvalidMessage`."""
         check_agent(agent)
+        configured = {"tenant": tenant, "workspace": workspace, "max_deliver": max_deliver}
+        try:
+            msgspec.convert(configured, AgentSection)
+        except msgspec.ValidationError as error:
+            refuse("invalid_field", in_words(str(error)))
         self._agent = agent
         self._tenant = tenant
         self._workspace = workspace

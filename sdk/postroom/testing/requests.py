@@ -17,7 +17,7 @@ from postroom._wire.accept import AcceptedEvent
 from postroom._wire.arguments import to_json
 from postroom._wire.message import parse_destination, refuse
 from postroom.chassis.postgres import uuid_of
-from postroom.delivery.http.requests import IDEMPOTENCY_KEY, posted, read, signed
+from postroom.delivery.http.requests import IDEMPOTENCY_KEY, Malformed, posted, read, signed
 from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.settings import HandlerFormat
 from postroom.delivery.subjects import event_subject, sent_subject
@@ -68,6 +68,8 @@ def handler_request(
     message_id = str(message_id or uuid4())
     if form not in get_args(HandlerFormat):
         refuse("invalid_field", f"there is no form {form!r}: use {', '.join(get_args(HandlerFormat))}", "form")
+    if type(attempt) is not int or attempt < 1:
+        refuse("invalid_field", f"attempt must be a whole number, 1 or more, not {attempt!r}", "attempt")
     if occurred_at is not None and occurred_at.tzinfo is None:
         refuse("invalid_field", "occurred_at must be a time with its offset, as datetime.now(UTC)", "occurred_at")
     if isinstance(message, Sent):
@@ -87,7 +89,10 @@ def handler_request(
         "traceparent": traceparent,
     }
     said |= {name: value for name, value in given.items() if value is not None}
-    incoming = read(Delivery(subject, data, said, message_id, "TEST", 1, attempt, moment))
+    try:
+        incoming = read(Delivery(subject, data, said, message_id, "TEST", 1, attempt, moment))
+    except Malformed as error:
+        refuse(error.reason, str(error))
     content, made = posted(incoming, consumer, attempt, last_error, form)
     if secret is not None:
         made |= signed(secret, message_id, content, int(time.time()) if signed_at is None else signed_at)

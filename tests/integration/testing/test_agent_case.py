@@ -84,11 +84,18 @@ async def test_an_id_may_be_a_uuid_as_that_of_an_event_is() -> None:
     [
         ({"form": "cloudevent"}, "no form 'cloudevent': use postroom, cloudevents, cloudevents-binary"),
         ({"occurred_at": datetime(2026, 1, 31)}, "a time with its offset"),  # noqa: DTZ001 - which is the fault
+        ({"attempt": 0}, "attempt must be a whole number"),
+        ({"attempt": "1"}, "attempt must be a whole number"),
+        ({"version": "1"}, "the version '1' is not a number"),
+        ({"version": True}, "the version True is not a number"),
+        ({"message_id": "a b"}, "visible ASCII"),
+        ({"subject": "shop orders"}, "is not one of <context>.event"),
     ],
+    ids=str,
 )
 def test_a_request_that_no_consumer_makes_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidMessage, match=sentence):
-        handler_request({}, event="order_paid", **given)
+        handler_request({}, **{"event": "order_paid", **given})
 
 
 async def test_a_message_that_comes_again_is_not_handled_again() -> None:
@@ -223,3 +230,19 @@ async def test_what_is_no_agent_and_a_subject_that_it_does_not_have_are_refused(
             await case.receive(1, subject="demo.event.something_else.v1")
     with pytest.raises(RuntimeError, match="async with AgentCase"):
         _ = case.state
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"max_deliver": 0}, "max_deliver"),
+        ({"max_deliver": "3"}, "max_deliver"),
+        ({"tenant": "Demo"}, "a name: a lower-case letter"),
+        ({"tenant": "cmd"}, "not `cmd`"),
+        ({"workspace": "a.b"}, "a name: a lower-case letter"),
+    ],
+    ids=str,
+)
+def test_what_the_config_of_an_agent_refuses_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidMessage, match=sentence):
+        AgentCase(Pricing, **given)
