@@ -22,12 +22,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, cast
 
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import (
+    BadHttpMessage,
     BadHttpMethod,
     InvalidHeader,
     InvalidURLError,
@@ -62,6 +64,11 @@ _REFUSED: Final[dict[type[BaseException], str]] = {
     InvalidURLError: "the request's target is not valid",
     InvalidHeader: "a header field of the request is not well formed",
     PayloadEncodingError: str(BROKEN_BODY.detail),
+}
+_WRONG_HEADS: Final = {  # as the parser begins to say it, which has no class of its own for these
+    "Duplicate '": "a header field that a request has once, such as Host, is there twice",
+    "Missing 'Host'": "the request has no Host header",
+    "Too many headers": "the request has too many header fields",
 }
 NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 
@@ -327,8 +334,7 @@ class TimedConnection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is already being sent")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            sentence = next((text for kind, text in _REFUSED.items() if isinstance(exc, kind)), _NOT_HTTP)
-            return self._last_answer(PostroomError.of("bad_request", sentence, status=status).problem)
+            return self._last_answer(PostroomError.of("bad_request", _why_refused(exc), status=status).problem)
         _log.error("unforeseen_error", exc_info=exc)
         return self._last_answer(INTERNAL_ERROR)
 
@@ -342,6 +348,14 @@ class TimedConnection(RequestHandler):
         """Drop the connection without waiting for anything to be read."""
         if self.transport is not None:
             self.transport.abort()
+
+
+def _why_refused(error: BaseException | None) -> str:
+    """Return in our words why the parser refused a request."""
+    said = error.message if isinstance(error, BadHttpMessage) else ""
+    heads = (text for beginning, text in _WRONG_HEADS.items() if said.startswith(beginning))
+    kinds = (text for kind, text in _REFUSED.items() if isinstance(error, kind))
+    return next(chain(heads, kinds), _NOT_HTTP)
 
 
 def may_be_gone(request: web.BaseRequest) -> bool:

@@ -73,6 +73,21 @@ async def test_what_is_not_http_is_refused(room: Any, name: str) -> None:
     await refuses(room, BEFORE_HTTP[name], {400, 415, CLOSED})
 
 
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        (HOST + HOST, "Host, is there twice"),
+        (HOST + TYPE + TYPE, "is there twice"),
+        (b"X: 1\r\n", "has no Host header"),
+        (HOST + b"".join(b"X-%d: 1\r\n" % n for n in range(101)), "too many header fields"),
+    ],
+    ids=["two hosts", "two types", "no host", "101 fields"],
+)
+async def test_a_head_that_is_refused_says_what_is_wrong(room: Any, head: bytes, sentence: str) -> None:
+    answer = await refuses(room, b"GET /v1/ready HTTP/1.1\r\n" + head + b"Connection: close\r\n\r\n", {400})
+    assert sentence in json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
+
+
 TARGETS = {
     "a wrong method": (b"PUT /v1/send HTTP/1.1", {405}),
     "a method of no standard": (b"BREW /v1/send HTTP/1.1", {400, 405}),
