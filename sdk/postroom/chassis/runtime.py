@@ -198,7 +198,7 @@ def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
 
 
 def load_named(name: str, *, what: str, example: str) -> Any:
-    """Import `module:name` as `python -m` does: from the current directory first, then from `PYTHONPATH`.
+    """Import `module:name`: from the current directory first, then from `PYTHONPATH`.
 
     Raises `Fatal`: 2 where `name` has another form, with `what` it should name, and 78 where it can't be imported.
     """
