@@ -230,9 +230,10 @@ def _check_columns(plan: WritePlan) -> None:
 
 def _column(plan: WritePlan, option: str, name: str) -> DataType:
     if name not in plan.schema.fieldNames():
-        there = ", ".join(plan.schema.fieldNames())
+        names = plan.schema.fieldNames()
+        there = f"has: {', '.join(names)}" if names else "has no column"
         hint = ", nor is it now, next or low" if option == "priority" else ""
-        _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame has: {there}")
+        _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame {there}")
     return plan.schema[name].dataType
 
 

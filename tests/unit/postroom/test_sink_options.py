@@ -51,6 +51,12 @@ def test_the_least_that_a_write_needs_is_a_destination_and_an_id() -> None:
     )
 
 
+def test_data_without_a_column_is_said_to_have_none() -> None:
+    """An empty file of CSV or JSON has none: the sentence ended where their names should begin."""
+    with pytest.raises(InvalidMessage, match=r"is not a column; the DataFrame has no column$"):
+        plan_write(ENOUGH, StructType([]))
+
+
 def test_the_namespace_of_a_stream_holds_its_querys_name() -> None:
     given = ENOUGH | {"queryName": "nightly", "checkpointLocation": "/tmp/checkpoint"}  # noqa: S108 - never opened
     assert plan_write(given, schema()).namespace == "topic:orders nightly"
