@@ -147,7 +147,8 @@ class AsyncClient(Calls):
         """
         event = read_event(check_headers(headers), check_bytes(body))
         attributes, data, media = event.headers(), event.data, event.media
-        if len(attributes) > MOST_IN_HEADERS or max(map(len, attributes.values())) > MOST_IN_A_HEADER:
+        longest = max(map(len, (media, *attributes.values())))
+        if len(attributes) > MOST_IN_HEADERS or longest > MOST_IN_A_HEADER:
             attributes, data, media = {}, event.structured(), STRUCTURED  # which no limit of a head refuses
         with spans.sending(to, None, None) as span:
             carried = {} if span.traceparent is None else {"traceparent": span.traceparent}

@@ -41,7 +41,7 @@ _CONTENT_TYPE: Final = "datacontenttype"  # in binary mode the header Content-Ty
 _REQUIRED: Final = ("specversion", "id", "source", "type")
 _NAME: Final = re.compile(r"[a-z0-9]{1,20}")
 _IS_JSON: Final = re.compile(r"[\w.+-]+/(?:[\w.-]+\+)?json", re.IGNORECASE)
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNQUOTED: Final = "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # printable ASCII but for space, `"` and `%`
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -174,7 +174,7 @@ def _checked(attributes: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str | int | bool):
             refuse("invalid_field", f"the attribute `{name}` must be text, a whole number, or true or false", name)
         if isinstance(value, str) and _CONTROL.search(value):
-            refuse("invalid_field", f"the attribute `{name}` has control characters", name)
+            refuse("invalid_field", f"the attribute `{name}` has control characters, or half of a surrogate pair", name)
     try:
         msgspec.convert(attributes.get("time"), Moment | None)
     except msgspec.ValidationError:
