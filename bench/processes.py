@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -139,8 +140,11 @@ def await_http(url: str) -> None:
         try:
             with urllib.request.urlopen(url):  # noqa: S310 - a loopback address of ours
                 return
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
         except OSError:
-            time.sleep(0.05)
+            pass
+        time.sleep(0.05)
     raise TimeoutError(f"{url} does not answer")
 
 
