@@ -1,7 +1,4 @@
-"""How a verb reaches the daemon or the broker: it passes a function that uses a client, and gets its result.
-
-What may take minutes is asked of a daemon or a broker that answers at all: of one that hangs nobody waits for minutes.
-"""
+"""How a verb reaches the daemon or the broker: it passes a function that uses a client, and gets its result."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ def with_daemon(
     """Run `work` with a client of the daemon and return what it returns; `patience` and `timeout` are in seconds."""
     from postroom import Client  # noqa: PLC0415
 
-    if timeout > TIMEOUT:
-        with_daemon(socket, lambda client: client.version(), patience=patience)
     with Client(socket, patience=patience, timeout=timeout) as client:
         return work(client)
 
@@ -51,8 +46,6 @@ def with_broker(
 
     if url is None:
         raise Fatal(Exit.USAGE, "no broker is configured: set POSTROOM_BROKER_URL, or --url")
-    if timeout > TIMEOUT:
-        with_broker(url, token_file, lambda client: client.whoami())
     token = read_token(token_file)
 
     async def run() -> T:

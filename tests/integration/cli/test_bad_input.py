@@ -252,28 +252,15 @@ def test_an_absent_daemon_is_said_in_one_sentence(nobody: Terminal) -> None:
         assert "Traceback" not in ended.err
 
 
-@pytest.mark.timeout(60)
 def test_a_hung_daemon_is_given_up(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect.with_daemon, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
     path = short_directory / "hung.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        for words in (("list",), ("flush", "--all", "--reason", "x", "--yes")):  # which may take two minutes
-            ended = Terminal(path).run("outbox", *words)
-            assert (ended.code, "did not answer in time" in ended.sentence()) == (69, True)
-
-
-@pytest.mark.timeout(60)
-def test_a_hung_broker_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect.with_broker, "__kwdefaults__", {"timeout": 0.1})
-    token = tmp_path / "token"
-    token.write_text("token")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        reach = ("--url", f"http://127.0.0.1:{listener.getsockname()[1]}", "--token-file", token, "--mesh", "demo")
-        for words in (("consumer", "list"), ("dlq", "list")):  # which may take two minutes
-            ended = Terminal().run(*words, *reach)
-            assert (ended.code, "did not answer in time" in ended.sentence()) == (69, True)
+        ended = Terminal(path).run("outbox", "list")
+    assert ended.code == 69
+    assert "did not answer in time" in ended.sentence()
 
 
 async def test_a_daemon_of_another_version_is_said_to_be_one(short_directory: Path) -> None:
