@@ -208,7 +208,7 @@ def test_a_backfill_takes_the_index_that_pandas_writes_without_a_name(
         ("damaged.json", "Malformed records are detected"),
         ("damaged.csv", "error while reading file .*damaged.csv.*Malformed CSV record: 2,pears,plums"),
         ("twice.csv", "the header of .*twice.csv must have each name once, .*: it is order_id, what, what"),
-        ("orders.csv", "the header of .*[ab].csv must have each name once, as those of all files in one order: it is"),
+        ("orders.csv", "the header of .*[ab].csv must have .* in one order: it is (order_id, what|what, order_id)"),
         ("damaged.parquet", "error while reading file .*damaged.parquet"),
         ("twice.json", "The column `a` already exists"),
         ("missing.json", "Path does not exist: file:.*missing.json"),

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyspark
@@ -51,6 +52,14 @@ def test_the_compiled_pyspark_is_written_once(environ: dict[str, str]) -> None:
     assert {path: path.lstat().st_mtime_ns for path in Path(environ["SPARK_HOME"]).rglob("*")} == written
     (home,) = Path(environ["XDG_CACHE_HOME"], "postroom").glob("spark-*")
     assert home == Path(environ["SPARK_HOME"])
+
+
+def test_two_programs_that_write_the_compiled_pyspark_at_once_have_the_same(environ: dict[str, str]) -> None:
+    both = [dict(environ), dict(environ)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(prepare_environment, both))
+    assert both[0] == both[1]
+    assert list(Path(environ["XDG_CACHE_HOME"], "postroom").glob("[!j]*")) == [Path(both[0]["SPARK_HOME"])]
 
 
 @pytest.mark.parametrize(

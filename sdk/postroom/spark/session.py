@@ -11,7 +11,6 @@ it much later.
 """
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import marshal
 import os
@@ -195,9 +194,11 @@ def _compile_for_workers(environ: MutableMapping[str, str]) -> None:
     configured = (original / "conf").exists() or not (original / "jars").is_dir()
     if configured or environ.get("PYSPARK_PYTHON") != sys.executable:
         return
-    of = f"{sys.implementation.cache_tag} {importlib.metadata.version('pyspark')} {original}"
+    archive = original / "python" / "lib" / "pyspark.zip"
     with suppress(OSError, RuntimeError):
-        home = _cached("spark", of.encode(), environ)
+        made = archive.stat()
+        of = f"{sys.implementation.cache_tag} {made.st_mtime_ns} {made.st_size} {archive}"
+        home = _cached("spark", os.fsencode(of), environ)
         if not home.is_dir():
             _write_home(original, home)
         environ["SPARK_HOME"] = str(home)
