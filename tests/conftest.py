@@ -22,6 +22,7 @@ import itertools
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -160,11 +161,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{name}: {said}")
 
 
+class _Loop(uvloop.Loop):
+    def close(self) -> None:
+        """Tell what a test has left open only after all of it is closed: at an error before, uvloop waits for ever."""
+        with warnings.catch_warnings(record=True, action="always") as unclosed:
+            super().close()
+        for warning in unclosed:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run a test on the loop that what it tests runs on: the programs' own, or a user's for the sdk."""
     if item.path.parent.name == "postroom":
         return {"asyncio": asyncio.new_event_loop}
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": _Loop}
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,11 @@ import asyncpg
 from postroom.chassis.postgres import connected, open_pool
 
 
-async def _let_the_database_set(url: str, setting: str) -> None:
+async def _let_the_database_set(url: str, *settings: str) -> None:
     name = url.partition("@/")[2].partition("?")[0]
     operator = await asyncpg.connect(url)
-    await operator.execute(f"ALTER DATABASE {name} SET {setting}")
+    for setting in settings:  # on one connection: they hold for the next
+        await operator.execute(f"ALTER DATABASE {name} SET {setting}")
     await operator.close()
 
 
@@ -22,8 +23,7 @@ async def test_a_transaction_is_read_committed_whatever_the_database_says(databa
 
 
 async def test_a_migration_or_a_check_takes_its_time_whatever_the_database_says(database_url: str) -> None:
-    await _let_the_database_set(database_url, "statement_timeout = '1ms'")
-    await _let_the_database_set(database_url, "lock_timeout = '1ms'")
+    await _let_the_database_set(database_url, "statement_timeout = '1ms'", "lock_timeout = '1ms'")
     async with connected(database_url) as connection:
         await connection.execute("SELECT pg_sleep(0.05)")
         assert await connection.fetchval("SHOW lock_timeout") == "0"

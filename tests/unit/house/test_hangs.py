@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 HANGING = """
-import ctypes, time
+import asyncio, ctypes, socket, time
 import pytest
 
 @pytest.fixture
@@ -25,6 +25,12 @@ def test_that_keeps_the_interpreter():
 
 @pytest.mark.timeout(1)
 def test_that_fails_before_it_hangs(slow):
+    assert False
+
+@pytest.mark.timeout(30)
+async def test_that_fails_with_a_connection_open():
+    ends = socket.socketpair()
+    streams = [await asyncio.open_unix_connection(sock=end) for end in ends]
     assert False
 
 @pytest.mark.timeout(0)
@@ -56,6 +62,14 @@ def test_a_test_that_hangs_is_ended_and_named_with_its_place(tmp_path: Path, nam
     assert running.returncode == 1
     assert f"crashed while running 'test_hanging.py::{name}'" in said
     assert f"in {place}\n" in said
+
+
+def test_a_connection_that_a_failed_test_leaves_open_is_told_and_does_not_hang(tmp_path: Path) -> None:
+    with run(tmp_path, "test_that_fails_with_a_connection_open") as running:
+        said, _ = running.communicate()
+    assert "crashed" not in said
+    assert "1 failed, 1 error" in said
+    assert "ResourceWarning: unclosed resource <UnixTransport" in said
 
 
 def test_a_run_that_is_ended_names_the_tests_that_ran(tmp_path: Path) -> None:
