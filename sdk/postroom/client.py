@@ -437,7 +437,8 @@ def _send_path(client_message_id: UUID | str) -> str:
 
 
 def _row(row_id: str) -> str:
-    return f"/v1/outbox/{segment(row_id)}"
+    """Return the path of a row; unless a letter is escaped, that of the id `export` is the route of all rows."""
+    return f"/v1/outbox/{segment(row_id).replace('export', '%65xport')}"
 
 
 def _subscription(topic: str) -> str:

@@ -79,7 +79,10 @@ class ListQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class ExportQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/outbox/export`, which answers with every row at once."""
+    """The query string of `GET /v1/outbox/export`, which answers with every row at once.
+
+    The row of the id `export` itself is at `/v1/outbox/%65xport`.
+    """
 
 
 class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

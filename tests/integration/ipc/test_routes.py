@@ -47,12 +47,14 @@ def test_no_two_routes_share_a_method_and_a_path(table: list[Route]) -> None:
 
 
 def test_no_word_of_a_path_hides_an_id(table: list[Route]) -> None:
-    """A `client_message_id` may be any word; a row whose word is `export` is found by its outbox id."""
+    """A `client_message_id` may be any word; a row whose word is `export` is found with a letter of it escaped."""
     known = Table(table)
     for path in {route.path for route in table if "{" not in route.path} - {"/v1/outbox/export"}:
         for route in table:
             if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", route.path), path):
                 assert known.find(route.method, path).route is route, (route.method, path)
+    found = known.find("GET", "/v1/outbox/%65xport")
+    assert (found.route.path, found.params) == ("/v1/outbox/{id}", {"id": "export"})
 
 
 def test_every_verb_works_on_one_row_and_on_many(table: list[Route]) -> None:

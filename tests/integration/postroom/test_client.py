@@ -110,7 +110,7 @@ async def test_an_empty_id_for_a_successor_is_refused_instead_of_minted(daemon: 
             await client.act("requeue", sent.outbox_id, reason=REASON, new_client_message_id="")
 
 
-@pytest.mark.parametrize("message_id", [".", "..", "...", "~", "a:b"])
+@pytest.mark.parametrize("message_id", [".", "..", "...", "~", "a:b", "export"])
 async def test_every_id_that_may_be_sent_is_found_and_repaired_under_it(daemon: LoneDaemon, message_id: str) -> None:
     """Dots alone would be taken out of a path, and a verb on one row would become a verb on many."""
     async with AsyncClient(daemon.socket) as client:
