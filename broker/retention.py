@@ -10,6 +10,7 @@ nothing is deleted.
 import asyncio
 import time
 from datetime import timedelta
+from functools import partial
 
 import structlog
 
@@ -57,14 +58,11 @@ class Sweeper:
                     self._metrics.swept_rows.labels("id").inc(ids)
                     if swept := messages + ids > 0:
                         await rest_since(started)
-                for forget in (sweep_programs, sweep_minutes, sweep_waiting):
-                    while await forget(connection, self._config.sweep_rows):
-                        pass
-                kept = timedelta(days=self._config.message_days)
-                while await self._clock.is_confirmed(connection) and await sweep_ended_rows(
-                    connection, self._config.sweep_rows, kept
-                ):
-                    pass
+                ended = partial(sweep_ended_rows, kept=timedelta(days=self._config.message_days))
+                for forget in (sweep_programs, sweep_minutes, sweep_waiting, ended):
+                    while await self._clock.is_confirmed(connection):
+                        if not await forget(connection, self._config.sweep_rows):
+                            break
             finally:
                 await connection.reset()  # releases the lock, which the pool itself does not
         return True

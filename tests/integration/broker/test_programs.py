@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
+from support.clocks import clock_ahead
 from support.waiting import until_so
 
 from broker.retention import Sweeper
@@ -181,6 +182,21 @@ async def test_the_sweep_forgets_what_has_been_away_for_a_week(broker: Any, post
     services = broker.services
     assert await Sweeper(services.database, services.config.retention, services.metrics).sweep()
     assert [name[1] for name in await names(broker.admin)] == ["alice"]
+
+
+async def test_what_is_away_and_the_minutes_are_not_forgotten_by_a_clock_that_is_ahead(
+    broker: Any, postgres: Any
+) -> None:
+    await broker.member("alice").post(PATH, report())
+    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - interval '8 days'")
+    await postgres.execute("INSERT INTO postroom.minute_counts VALUES (now() - interval '8 days', 'handled', 1)")
+    services = broker.services
+    sweeper = Sweeper(services.database, services.config.retention, services.metrics)
+    sweeper._clock = clock_ahead()
+
+    assert await sweeper.sweep()
+    assert [name[1] for name in await names(broker.admin)] == ["alice"]
+    assert await postgres.fetchval("SELECT count(*) FROM postroom.minute_counts") == 1
 
 
 async def test_a_broker_reports_itself_until_it_is_stopped(broker: Any, broker_process: Any) -> None:
