@@ -79,7 +79,7 @@ def moment(text: str) -> datetime:
 
 def age(text: str) -> dict[str, Any]:
     """Read the same as a condition of a filter, where a time stays one: only a duration needs the server's clock."""
-    return {"before": moment(text)} if time_of(text) else {"older_than_seconds": duration(text)}
+    return {"older_than_seconds": duration(text)} if _DURATION.fullmatch(text) else {"before": moment(text)}
 
 
 def rate(text: str) -> float:

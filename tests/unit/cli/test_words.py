@@ -59,9 +59,12 @@ def test_how_old_something_is_may_be_said_by_a_time_which_no_clock_moves() -> No
 
 @pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01", "9999-12-31", "0001-01-01T00:00+23:59", "1", "-1h"])
 def test_what_is_no_moment_that_is_over_is_refused(text: str) -> None:
+    said = []
     for read in (moment, age):
-        with pytest.raises(typer.BadParameter):
+        with pytest.raises(typer.BadParameter) as refused:
             read(text)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(("text", "per_second"), [("50/s", 50), ("50", 50), ("0.5/s", 0.5)])
