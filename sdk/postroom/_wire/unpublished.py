@@ -4,7 +4,7 @@ The rules begin at docs/contract/delivery.md#delivery-24. They are for operators
 """
 
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -16,8 +16,6 @@ from postroom._wire.nouns import Change, Noun, Result, Verb
 from postroom._wire.operations import Aged
 from postroom._wire.programs import Trouble
 from postroom.errors import Problem
-
-_STILL: Final = timedelta(minutes=1)  # since a consumer was given or acknowledged a message
 
 
 class Failing(msgspec.Struct, frozen=True):
@@ -177,9 +175,10 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     `waiting` messages are not delivered yet, `in_hand` are delivered and not acknowledged, of which `again` were
     delivered before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where
     it has one, shows as neither processed nor dead. `asks` says whether a process pulls its messages now, `seen_at`
-    when it was last delivered one or acknowledged one. `past` are the messages that waited in each of the last minutes,
-    as far as a worker saw it and where they were requested. `paused` is why it calls no handler: its handler cannot be
-    reached, or the operator `paused_by` gave that reason.
+    when it was last delivered one or acknowledged one, `still` that this was more than a minute ago or never, by the
+    broker's clock. `past` are the messages that waited in each of the last minutes, as far as a worker saw it and where
+    they were requested. `paused` is why it calls no handler: its handler cannot be reached, or the operator `paused_by`
+    gave that reason.
     """
 
     consumer: str
@@ -191,6 +190,7 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     asks: bool
     oldest_at: datetime | None = None
     seen_at: datetime | None = None
+    still: bool = False
     begun: int = 0
     paused: str | None = None
     paused_by: str | None = None
@@ -217,8 +217,7 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
         One that asks for no messages while it has some in hand is full, unless nothing has moved for a while.
         """
-        still = self.seen_at is None or datetime.now(UTC) - self.seen_at > _STILL
-        stopped = (self.waiting or self.in_hand) and not self.asks and (still or not self.in_hand)
+        stopped = (self.waiting or self.in_hand) and not self.asks and (self.still or not self.in_hand)
         if self.paused is not None or stopped:
             what = f"{self.waiting} waiting, {self.in_hand} in hand, {self.state}"
             help_ = f"postroom consumer show {self.consumer}" if self.paused_by is None else resuming(self.id)

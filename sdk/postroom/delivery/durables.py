@@ -26,6 +26,7 @@ from postroom.delivery.streams import all_consumers, all_streams, covers, filter
 _QUERIES: Final = load_queries(__package__, "durables.sql")
 _KEPT: Final = timedelta(hours=2)  # how long what waited in a minute is known
 _PAUSES_SINCE: Final = (2, 11)  # the version of NATS
+_STILL: Final = timedelta(minutes=1)  # without a message that was given or acknowledged
 _LONG: Final = timedelta(days=100 * 365)  # a pause lasts until an operator ends it
 _BY, _REASON, _UNTIL = "postroom-paused-by", "postroom-paused-because", "postroom-paused-until"  # in its metadata
 
@@ -150,6 +151,7 @@ async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:
 def _durable(info: ConsumerInfo, begun: Sequence[Begun], oldest_at: datetime | None) -> Durable:
     places = (info.delivered, info.ack_floor)
     moments = [at.last_active for at in places if at is not None and at.last_active is not None]
+    seen_at = max(moments, default=None)
     by = pause_of(info)
     return Durable(
         consumer=info.name,
@@ -160,7 +162,8 @@ def _durable(info: ConsumerInfo, begun: Sequence[Begun], oldest_at: datetime | N
         again=info.num_redelivered or 0,
         asks=bool(info.num_waiting),
         oldest_at=oldest_at,
-        seen_at=max(moments, default=None),
+        seen_at=seen_at,
+        still=seen_at is None or datetime.now(UTC) - seen_at > _STILL,
         begun=sum(one.messages for one in begun),
         paused=next((one.error for one in begun if one.error), None) if by is None else by.reason,
         paused_by=None if by is None else by.by,

@@ -223,6 +223,17 @@ def test_the_command_for_a_consumer_names_its_mesh_where_its_filters_do() -> Non
     ]
 
 
+def test_the_broker_says_whether_a_consumer_with_messages_in_hand_is_full_or_stopped() -> None:
+    """The clock of the machine that asks may be wrong."""
+    for seen_at in (datetime(2000, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)):
+        full = Durable(
+            consumer="books", stream="SHOP_EVENTS", filters=["shop.event.>"], waiting=1, in_hand=1, again=0, asks=False,
+            seen_at=seen_at,
+        )  # fmt: skip
+        assert not list(full.troubles())
+        assert [trouble.thing for trouble in replace(full, still=True).troubles()] == ["consumer books"]
+
+
 def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, well: Outcome) -> None:
     assert well.code == 0
     assert office.user.run("send", "topic:orders", "one", "--wait").code == 0
@@ -244,7 +255,8 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     stopped = "1 waiting, 0 in hand, stopped: it asks for no messages"
     assert troubles(seen)["consumer books"] == ("look", stopped, "postroom consumer show books")
     assert seen.code == 1
-    assert office.user.run("consumer", "show", "books").code == 0
+    (books,) = office.user.run("consumer", "show", "books", "--json").json
+    assert books["still"] is True
     assert office.user.run("consumer", "show", "DEMO_EVENTS/books").out.startswith("consumer     books\n")
     line = next(line for line in office.user.run("status").out.splitlines() if line.startswith("books"))
     assert line.split()[:4] == ["books", "DEMO_EVENTS", "1", "0"]
