@@ -72,7 +72,8 @@ class History:
         query = decode_query(request, HistoryQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
-        kind, ref = parse_destination(query.destination, "destination") if query.destination else (None, None)
+        named = query.destination
+        kind, ref = (None, None) if named is None else parse_destination(named, "destination")
         async with self._database.read(principal.whose) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
@@ -113,7 +114,8 @@ class History:
         query = decode_query(request, MessagesQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
-        kind, ref = parse_destination(query.destination, "destination") if query.destination else (None, None)
+        named = query.destination
+        kind, ref = (None, None) if named is None else parse_destination(named, "destination")
         before = (query.until or _LAST, 0) if query.cursor is None else _place(query.cursor)
         async with self._database.read(principal.whose) as connection:
             ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)

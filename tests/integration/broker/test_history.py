@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ async def test_a_page_can_be_of_one_destination(broker: Any, message: Message) -
     await alice.send(message("a"), message("b", "dm:bob"), message("c", "queue:work"), message("d", "dm:bob"))
 
     assert await read_all(alice, destination="dm:bob") == [[2, 4]]
-    for path in ("/v1/history", "/v1/messages"):
-        refused = await alice.get(path, destination="dm:")
+    for path, malformed in product(("/v1/history", "/v1/messages"), ("dm:", "")):
+        refused = await alice.get(path, destination=malformed)
         assert (refused.code, refused.body["field"]) == ("invalid_destination", "destination")
 
 
