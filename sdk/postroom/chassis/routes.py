@@ -9,6 +9,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache, lru_cache
 from http import HTTPStatus
 from importlib.resources import files
@@ -179,11 +180,16 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     if len({name for name, _ in pairs}) != len(pairs):
         raise InvalidMessage.of("invalid_query", "a query parameter is given twice: give it once")
     try:
-        return msgspec.convert(dict(pairs), query, strict=False)
+        found = msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
         field, sentence = shape_fault(error, query)
         sentence = f"check the query string: {sentence}"
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
+    for name, text in pairs:
+        if isinstance(getattr(found, name), datetime) and ":" not in text:  # msgspec takes it for a time since 1970
+            sentence = f"check the query string: {name} must be a time, as in 2026-11-21T09:00:00Z"
+            raise InvalidMessage.of("invalid_query", sentence, field=name)
+    return found
 
 
 def refuse_what_is_not_taken(request: web.BaseRequest, route: Route) -> None:

@@ -80,6 +80,7 @@ async def test_pages_are_what_the_documented_types_say(room: Any, inbox: Inbox) 
         ("limit=1001", "invalid_query"),
         ("since=yesterday", "invalid_query"),
         ("since=2026-11-21T09:00:00", "invalid_query"),
+        ("since=3600", "invalid_query"),
         ("colour=red", "invalid_query"),
         ("sender=a&sender=b", "invalid_query"),
     ],
