@@ -239,7 +239,8 @@ def _event_version(kind: DestinationKind, meta: dict[str, Any]) -> int:
     if kind != "topic":
         return 1
     if type(version) is not int or not 1 <= version <= _MAX_EVENT_VERSION:
-        refuse("invalid_event_version", "meta.event_version must be a whole number, 1 or more", "meta.event_version")
+        sentence = f"meta.event_version must be a whole number from 1 to {_MAX_EVENT_VERSION}"
+        refuse("invalid_event_version", sentence, "meta.event_version")
     return version
 
 
