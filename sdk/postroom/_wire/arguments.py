@@ -218,3 +218,5 @@ def encode(request: SendRequest) -> bytes:
         refuse("invalid_json", f"{not_text(error)}{advice}")
     except RecursionError:
         refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
+    except TypeError as error:
+        refuse("invalid_field", f"to, priority, client_message_id, reply_to and mentions must be text: {error}")

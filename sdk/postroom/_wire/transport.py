@@ -384,9 +384,11 @@ def to_parameters(query: msgspec.Struct) -> dict[str, str]:
 
     Raises `InvalidMessage` for a value of another type: as text, a list or bytes would select nothing, without a word.
     """
-    members: Any = msgspec.to_builtins(query, builtin_types=BYTES)
     try:
+        members: Any = msgspec.to_builtins(query, builtin_types=BYTES, enc_hook=plain_scalar)
         msgspec.convert(members, type(query), strict=False)
+    except TypeError as error:
+        raise InvalidMessage.of("invalid_query", f"check the query: {error}") from error
     except msgspec.ValidationError as error:
         field, sentence = shape_fault(error, type(query))
         raise InvalidMessage.of("invalid_query", f"check the query: {sentence}", field=field) from error

@@ -119,6 +119,7 @@ async def test_text_that_is_not_utf_8_is_refused_in_a_query() -> None:
     [
         (InboxQuery(sender=["bob"]), "sender: Expected `str | null`, got `array`"),  # type: ignore[arg-type]
         (InboxQuery(sender=b"bob"), "sender: Expected `str | null`, got `bytes`"),  # type: ignore[arg-type]
+        (InboxQuery(sender=object()), "check the query: "),  # type: ignore[arg-type]
         (InboxQuery(limit=0), "limit: Expected `int` >= 1"),
         ("bob", "must be a struct, as InboxQuery"),
         (["bob"], "must be a struct, as InboxQuery"),
@@ -144,6 +145,13 @@ def test_bytes_where_text_belongs_are_refused_instead_of_becoming_other_text(fie
     """JSON would have them in base64, which is an id too, and the name of a member."""
     given: Any = [b"job"] if field == "mentions" else b"job"
     with pytest.raises(InvalidMessage, match="must be text, not bytes"):
+        encode(compose(**{"to": "topic:orders", "body": "hello", field: given}))
+
+
+@pytest.mark.parametrize("field", ["to", "client_message_id", "reply_to", "mentions", "priority"])
+def test_an_object_of_the_program_where_text_belongs_is_refused(field: str) -> None:
+    given: Any = [object()] if field == "mentions" else object()
+    with pytest.raises(InvalidMessage, match=r"must be text: .*object"):
         encode(compose(**{"to": "topic:orders", "body": "hello", field: given}))
 
 

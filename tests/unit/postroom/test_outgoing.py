@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from postroom import InvalidMessage, SendRequest
+from postroom import InboxQuery, InvalidMessage, SendRequest
 from postroom._wire.arguments import compose, encode, to_json, with_id
+from postroom._wire.transport import to_parameters
 
 
 @pytest.mark.parametrize("body", [b"\xff\x00", bytearray(b"\xff\x00"), memoryview(b"\xff.\x00.")[::2]])
@@ -41,6 +42,7 @@ def test_texts_and_numbers_of_a_class_of_their_own_travel_as_what_they_are() -> 
     plain = {"a": "b", "n": 7, "share": 0.5}
     assert encode(sent) == encode(compose("topic:orders", "<b>hello</b>", meta=plain, client_message_id="k"))
     assert to_json(meta) == to_json(plain)
+    assert to_parameters(InboxQuery(sender=Safe("bob"), limit=Count(7))) == {"sender": "bob", "limit": "7"}
     with pytest.raises(ValueError, match="not JSON compliant"):
         to_json([Share("nan")])
 
