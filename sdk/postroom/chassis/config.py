@@ -158,7 +158,7 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        return tomllib.loads(file.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
     except OSError as error:
         raise Fatal(
             Exit.CONFIG, f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"

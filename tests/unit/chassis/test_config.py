@@ -91,6 +91,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "is not TOML" in refusal(tmp_path / "latin.toml")
 
 
+def test_a_byte_order_mark_and_line_ends_of_windows_are_read_over(tmp_path):
+    (tmp_path / "windows.toml").write_bytes(b'\xef\xbb\xbfmesh = "sea"\r\n[limits]\r\ndepth = 3\r\n')
+    config = load(Config, tmp_path / "windows.toml", prefix="P_", environ={})
+    assert (config.mesh, config.limits.depth) == ("sea", 3)
+
+
 def test_a_variable_of_the_wrong_type_is_refused_like_a_value_in_the_file(tmp_path):
     assert "limits.depth" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "deep"})
 
