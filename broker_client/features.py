@@ -228,10 +228,10 @@ class Comparison:
     async def begin(self, name: str, features: Features) -> None:
         """Begin to compare with the database of that name.
 
-        Only rows whose ids the broker is sure to recognise are compared; it may have swept older ones.
+        Only rows whose ids the broker is sure to recognise are compared; it may have swept older ones, by its clock.
         """
         hours = recognised_hours(features)
-        since = 0 if hours is None else self._clock() - hours * HOUR
+        since = 0 if hours is None else self._link.clock.estimate(self._clock()) - hours * HOUR
         if await self._outbox.comparison() is not None:
             _log.warning("broker_database_changed", incarnation=name)
         await self._outbox.begin_comparison(name, since)

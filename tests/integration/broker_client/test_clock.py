@@ -50,6 +50,26 @@ async def test_a_clock_that_is_wrong_for_a_moment_kills_nothing_and_delays_nothi
     assert {row.status for row in await here.settled(*rows, "meanwhile")} == {"done"}
 
 
+@pytest.mark.parametrize("hours", [YEARS, -YEARS])
+async def test_what_a_restored_database_should_have_is_reckoned_by_the_brokers_clock(
+    scripted_broker, station, answers, hours
+):
+    here = await station(scripted_broker.url, speed=1)
+    await sent(scripted_broker, answers)
+    here.run()
+    await here.send("forgotten")
+    await here.settled("forgotten")
+    here.clock.jump(FORTY_DAYS)
+    await here.send("recognised")
+    await here.settled("recognised")
+
+    scripted_broker.date = lambda: here.clock.now_ms() - hours * 3_600_000
+    here.clock.jump(hours)
+    await here.relay.comparison.begin("restored", await here.link.features())
+    rows, _ = await here.outbox.stretch(await here.outbox.comparison())
+    assert [row.client_message_id for row in rows] == ["recognised"]
+
+
 async def test_a_post_that_fails_behind_a_clock_that_was_ahead_when_another_did_is_repeated_soon(
     scripted_broker, station, answers
 ):
