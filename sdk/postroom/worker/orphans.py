@@ -24,6 +24,7 @@ from msgspec import Meta
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
 from postroom._wire.words import when
+from postroom.chassis.clock import now
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, connected
 
@@ -95,9 +96,9 @@ class OrphanCheck:
     async def look(self) -> None:
         """Check where that is due and no other worker does it, and read what the last check found."""
         self.last = await last_check(self._pool)
-        now = self._clock()
-        tonight = now.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
-        due = tonight if tonight <= now else tonight - _DAY  # the last time at which a check should have begun
+        moment = await now(self._pool)
+        tonight = moment.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
+        due = tonight if tonight <= moment else tonight - _DAY  # the last time at which a check should have begun
         if self.last is not None and self.last.at >= due:
             return
         self.last = await check_if_due(self._url, due, events_kept=self._events_kept)
@@ -147,7 +148,7 @@ async def last_check(connection: Connection | Pool) -> LastCheck | None:
 
 async def check(connection: Connection, events_kept: timedelta) -> LastCheck:
     """Find the orphans, and record them where the database can be written."""
-    began = datetime.now(UTC)
+    began = await now(connection)
     done = LastCheck(began, await find_orphans(connection, events_kept=events_kept))
     with suppress(asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientPrivilegeError):  # a replica, for example
         await connection.execute(_QUERIES["record_check"], began, msgspec.json.encode(done.violations).decode())

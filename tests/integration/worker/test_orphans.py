@@ -78,18 +78,36 @@ async def test_what_was_found_is_told_by_every_worker_until_a_check_finds_nothin
 
 
 async def test_a_check_is_due_at_its_hour_and_made_up_for(history: History, pool: Pool) -> None:
-    night = Night()
-    check = nightly(history, pool, night, hour=night.now.hour)
+    due = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    check = nightly(history, pool, Night(), hour=due.hour)
     await check.look()
     assert check.last is not None
     first = check.last.at
 
-    night.now = night.now.replace(minute=59) + timedelta(hours=22)
+    date = "UPDATE mesh.orphan_check SET checked_at = $1"
+    await pool.execute(date, due)
     await check.look()
-    assert check.last.at == first  # not yet
-    await pool.execute("UPDATE mesh.orphan_check SET checked_at = checked_at - interval '1 day'")
+    assert check.last.at == due  # not yet
+    await pool.execute(date, due - timedelta(seconds=1))
     await check.look()  # as if nobody had been there that night
     assert check.last.at > first
+
+
+async def test_a_worker_whose_clock_is_wrong_neither_checks_again_and_again_nor_keeps_others_from_it(
+    history: History, pool: Pool
+) -> None:
+    wrong, right = Night(), Night()
+    wrong.now += timedelta(days=400)
+    first, second = nightly(history, pool, wrong), nightly(history, pool, right)
+    for each in (first, second, first):
+        await each.look()
+    assert first.last == second.last
+
+    await pool.execute("UPDATE mesh.orphan_check SET checked_at = checked_at + interval '400 days'")  # a clock ahead
+    await second.look()
+    await first.look()
+    assert first.last == second.last
+    assert await pool.fetchval("SELECT checked_at <= clock_timestamp() FROM mesh.orphan_check")
 
 
 async def test_a_check_that_another_process_is_at_is_left_to_it_and_missed_after_a_day(
