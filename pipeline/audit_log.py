@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -121,10 +121,11 @@ class Options(Database, kw_only=True):
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Write the days that are over; the outcome has failed where a day is not what it was."""
     output = local_directory(options.output)
-    settled = datetime.now(UTC) - _SETTLED
-    before = min(settled, moment(options.before, "before") or settled)
-    before = before.replace(hour=0, minute=0, second=0, microsecond=0)  # what is written of a day is never completed
+    ends = moment(options.before, "before")
     with snapshot(options.database_url) as taken:
+        settled = taken.now - _SETTLED
+        last = min(settled, ends or settled)
+        before = last.replace(hour=0, minute=0, second=0, microsecond=0)  # what is written of a day is never completed
         history = read_ranges(spark, taken, "audit_rows", _HISTORY, None, before)
         days = _write(history, ("mesh", "history_id"), output / "history", verify=options.verify)
     if options.outbox is not None:

@@ -164,6 +164,21 @@ def test_the_audit_log_is_of_whole_days_whichever_time_it_is_to_end_at(
     assert pipeline("audit-log", f"output={tmp_path}").facts == {"days written": 1, "rows written": 30}
 
 
+def test_the_audit_log_writes_no_day_that_is_over_by_the_drivers_clock_alone(
+    history: History, pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written of a day is never completed."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(days=400)
+
+    history.tamper("UPDATE mesh.message_history SET accepted_at = now()")
+    monkeypatch.setattr("pipeline.audit_log.datetime", Ahead, raising=False)
+    assert pipeline("audit-log", f"output={tmp_path}").facts == {"rows written": 0}
+
+
 def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
     day = tmp_path / "day=2026-10-01"
     day.mkdir()
