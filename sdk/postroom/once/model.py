@@ -12,6 +12,7 @@ attempt gets its result (docs/contract/delivery.md#delivery-69 to delivery-74).
 import asyncio
 import os
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final, Protocol, Self, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
@@ -88,6 +89,10 @@ class Store(Claims, Protocol):
 
     A step that can't be taken raises `Unavailable`; it may have happened all the same.
     """
+
+    async def now(self) -> datetime:
+        """Return the time, by the clock that its keys' times are taken from."""
+        ...
 
     async def purge(self, age: float, limit: int) -> int:
         """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""

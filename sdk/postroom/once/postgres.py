@@ -7,8 +7,8 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
-from typing import Any, Final, Self
+from datetime import datetime, timedelta
+from typing import Any, Final, Self, cast
 
 import asyncpg
 import msgspec
@@ -98,6 +98,11 @@ class PostgresStore(PostgresClaims):
         async with _mapped():
             version = await self._pool.fetchval(_QUERIES["version"])
         return is_ours(version)
+
+    async def now(self) -> datetime:
+        """See `Store.now`."""
+        ((moment,),) = await self._run(_QUERIES["now"])
+        return cast("datetime", moment)
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""

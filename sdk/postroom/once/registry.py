@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -284,7 +284,7 @@ async def open_registry(
 async def _forgetting(registry: Registry, store: Store, keep_days: float) -> AsyncIterator[None]:
     """Forget old keys for the time of the block, at once and every hour.
 
-    A host's clock may be years ahead for a moment, and what was forgotten by it is done again. So no key is old unless
+    A clock may be years ahead for a moment, and what was forgotten by it is done again. So no key is old unless
     another one, which was there an hour ago, is not.
     """
     kept = timedelta(days=keep_days, seconds=2 * _BETWEEN_PURGES)
@@ -293,7 +293,7 @@ async def _forgetting(registry: Registry, store: Store, keep_days: float) -> Asy
         return next((key.lease_until or key.settled_at for key in await store.find(KeysQuery(limit=1))), None)
 
     async def look(latest: datetime | None) -> None:
-        if latest is not None and datetime.now(UTC) - latest < kept:
+        if latest is not None and await store.now() - latest < kept:
             await registry.forget_old(keep_days)
 
     async def hourly(latest: datetime | None) -> None:

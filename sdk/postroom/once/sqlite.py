@@ -11,6 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -68,6 +69,10 @@ class SqliteStore(SqliteClaims):
             await store.close()
             raise
         return store
+
+    async def now(self) -> datetime:
+        """See `Store.now`."""
+        return moment(milliseconds(self._clock()))
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""

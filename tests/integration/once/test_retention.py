@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 from support.mailroom import worker
 from support.waiting import until, until_so
@@ -60,6 +61,24 @@ async def test_a_clock_that_may_be_ahead_forgets_nothing(tmp_path: Path) -> None
             await until(lambda hour=hour: slept == hour + 1)
             assert set(await store.look_up([OLD.columns, NEW.columns])) == left
     await store.close()
+
+
+async def test_a_clock_of_postgres_that_may_be_ahead_forgets_nothing(database_url: str) -> None:
+    """That of the program is right, and does not count: keys are deleted by that of Postgres."""
+    connection = await asyncpg.connect(database_url)
+    await connection.execute(
+        """
+        CREATE SCHEMA ahead;
+        CREATE FUNCTION ahead.clock_timestamp() RETURNS timestamptz LANGUAGE sql
+        RETURN pg_catalog.clock_timestamp() + interval '10 years';
+        """
+    )
+    await connection.close()
+    async with open_registry(database_url) as registry:
+        await end(registry._store, OLD)
+    ahead = f"{database_url}{'&' if '?' in database_url else '?'}search_path=ahead,pg_catalog"
+    async with open_registry(ahead, group="billing", keep_days=90) as registry:
+        assert set(await registry._store.look_up([OLD.columns])) == {OLD.columns}
 
 
 @pytest.mark.parametrize(

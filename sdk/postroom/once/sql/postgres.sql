@@ -11,6 +11,10 @@ JOIN pg_class ON pg_class.oid = objoid
 JOIN pg_namespace ON pg_namespace.oid = relnamespace
 WHERE nspname = 'postroom_once' AND relname = 'idempotency_keys' AND objsubid = 0 AND classoid = 'pg_class'::regclass;
 
+-- name: now
+-- The clock that dates keys.
+SELECT clock_timestamp();
+
 -- name: purge
 -- Delete the keys that ended before a moment, the oldest first; keys that are being settled are left alone.
 --   $1 age  $2 limit
