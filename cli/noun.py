@@ -53,7 +53,7 @@ def duration(text: str) -> float:
 def time_of(text: str) -> datetime | None:
     """Read an RFC 3339 time, or a date, with its offset where it has one; None for anything else."""
     try:
-        return datetime.fromisoformat(text)
+        return datetime.fromisoformat(text.upper())  # Python reads no `z`
     except ValueError:
         return None
 

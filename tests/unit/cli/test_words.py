@@ -39,7 +39,14 @@ def test_a_duration_that_nobody_means_is_refused(read: Callable[[str], object], 
 
 @pytest.mark.parametrize(
     "text",
-    ["2026-01-31", "2026-01-31T00:00", "2026-01-31 00:00:00", "2026-01-31T00:00:00Z", "2026-01-31T02:00:00+02:00"],
+    [
+        "2026-01-31",
+        "2026-01-31T00:00",
+        "2026-01-31 00:00:00",
+        "2026-01-31T00:00:00Z",
+        "2026-01-31t00:00:00z",  # RFC 3339 has both
+        "2026-01-31T02:00:00+02:00",
+    ],
 )
 def test_a_moment_is_a_time_in_utc_unless_it_says_otherwise(text: str) -> None:
     assert moment(text) == datetime(2026, 1, 31, tzinfo=UTC)
