@@ -17,7 +17,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
@@ -47,6 +47,7 @@ _log = structlog.get_logger(__name__)
 _PAGE: Final = 1000  # rows that are forgotten in one turn
 _BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
 _MILLISECOND: Final = timedelta(milliseconds=1)
+_LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 Clock: TypeAlias = Callable[[], int]  # ms since the epoch
 
@@ -179,7 +180,8 @@ class StoreSource:
         now = await self.now()
         for stream in queues:
             place = stream.name, to_microseconds(stream.created_at)
-            handled = Search("before_the_beginning", stream.name, stream.created_at, stream.first_sequence, now, now)
+            beginning = stream.name, stream.created_at, stream.first_sequence
+            handled = Search("before_the_beginning", *beginning, _LATEST, now)  # whenever it was published
             async with self._turns.turn():
                 await durably(partial(self._store.requeue_lost, handled))
             if 0 < stream.holes <= MOST_HOLES and await self._store.has_place(*place):

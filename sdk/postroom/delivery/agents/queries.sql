@@ -108,22 +108,25 @@ WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence =
 
 -- name: find_of_another_stream
 -- What is noted in this stream as it was created at another time, and was published before then: in the same millisecond
--- it may have been published after the stream was read. (With an OR it would read all that is noted in the stream.)
+-- it may have been published after the stream was read. What seems to be published a minute later was published under a
+-- clock that was ahead. (With an OR it would read all that is noted in the stream.)
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at < :created_at AND published_at < :until
+WHERE stream = :stream AND stream_created_at < :created_at AND published_at NOT BETWEEN :until AND :until + 60000
 UNION ALL
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at > :created_at AND published_at < :until;
+WHERE stream = :stream AND stream_created_at > :created_at AND published_at NOT BETWEEN :until AND :until + 60000;
 
 -- name: find_behind_the_end
 -- What is noted after the last number of this stream. The rest as above.
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at < :until;
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number
+  AND published_at NOT BETWEEN :until AND :until + 60000;
 
 -- name: find_before_the_beginning
 -- What is noted before the first number of this stream. The rest as above.
 SELECT position, published_at FROM outgoing
-WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number AND published_at < :until;
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number
+  AND published_at NOT BETWEEN :until AND :until + 60000;
 
 -- name: newest_at
 -- What has the highest of these numbers of this stream, from the first to the last, but for some.

@@ -89,21 +89,24 @@ WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
 
 -- name: find_behind_the_end
 -- Rows with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3 and
--- $4, and not settled; at most $5.
+-- $4, or under a clock that was ahead, and not settled; at most $5.
 SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+WHERE stream = $1 AND stream_sequence > $2
+  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
 LIMIT $5;
 
 -- name: find_before_the_beginning
 -- Rows with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
 SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+WHERE stream = $1 AND stream_sequence < $2
+  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
 LIMIT $5;
 
 -- name: find_of_another_stream
 -- Rows that went into a deleted stream $1, one that was created at another time than $2. The rest as above.
 SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+WHERE stream = $1 AND stream_created_at <> $2
+  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
 LIMIT $5;
 
 -- name: newest_at
