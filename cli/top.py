@@ -27,6 +27,7 @@ from cli.output import can_draw, line
 from cli.screen import Screen, show_status
 from cli.up import State
 from postroom._wire.programs import Rates
+from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
 statuses = noun()
@@ -80,6 +81,8 @@ def top(
     Rates are by the last two reports of each program, which come every ten seconds. Without a terminal it writes a line
     for each look.
     """
+    if math.isnan(interval):  # which no bound refuses
+        raise Fatal(Exit.USAGE, "--interval is not a number: give seconds, as in 2")
     place, rates, left = Place(state, socket, url, token_file), Rates(), count
     if not (sys.stdin.isatty() and can_draw(sys.stdout)):
         while left != 0:

@@ -89,6 +89,11 @@ def test_a_terminal_that_cannot_draw_gets_lines(short_directory: Path) -> None:
     assert [line.split("  ")[1] for line in seen.out.splitlines()] == ["queued -", "queued -"]
 
 
+def test_an_interval_that_is_no_number_is_refused(short_directory: Path) -> None:
+    seen = Terminal(short_directory / "nobody.sock").run("top", "--count", "2", "--interval", "nan")
+    assert (seen.code, "--interval is not a number" in seen.sentence()) == (2, True)
+
+
 def test_a_terminal_is_as_it_was_while_it_is_stopped(short_directory: Path) -> None:
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
