@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from decimal import Decimal
 
 import msgspec
 import pytest
@@ -112,7 +113,13 @@ def test_an_agent_emits_what_a_program_may_send():
     assert canonical({1: "one", "share": Share(0.5)}, "the payload") == b'{"1":"one","share":0.5}'
 
 
-@pytest.mark.parametrize("payload", [float("nan"), 2**53 + 1, object(), {"at": {1: object()}}, "\ud800"])
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_the_same_as_a_program_and_as_postgres_write_it(number: float):
+    written = format(Decimal(repr(number)), "f")  # as jsonb does, which has no exponents
+    assert canonical(msgspec.json.decode(written), "the payload") == canonical(number, "the payload")
+
+
+@pytest.mark.parametrize("payload", [float("nan"), 2**53 + 1, 10**400, object(), {"at": {1: object()}}, "\ud800"])
 def test_a_payload_that_json_cannot_hold_is_refused(payload: object):
     with pytest.raises(InvalidMessage, match="is not JSON"):
         canonical(payload, "the payload")

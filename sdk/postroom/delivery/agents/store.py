@@ -14,8 +14,11 @@ times of runs (docs/contract/delivery.md#delivery-60).
 
 import asyncio
 import hashlib
+import json
+import math
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
@@ -86,9 +89,19 @@ _decode_any: Final = msgspec.json.Decoder().decode
 def canonical(value: Any, what: str) -> bytes:
     """Return the canonical JSON of a payload; raises `InvalidMessage` where JSON cannot hold it."""
     try:
-        return encode_canonically(_decode_any(to_json(value)))
+        data = to_json(value)
+        try:
+            return encode_canonically(_decode_any(data))
+        except rfc8785.IntegerDomainError:
+            return encode_canonically(json.loads(data, parse_int=_integer))
     except (rfc8785.CanonicalizationError, msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
+
+
+def _integer(digits: str) -> int | float:
+    """Read a whole number as the double that has these digits, if one has: Postgres writes 1e20 without exponent."""
+    double = float(digits)
+    return double if math.isfinite(double) and Decimal(repr(double)) == int(digits) else int(digits)
 
 
 def with_payload(envelope: Envelope, value: Any) -> tuple[Envelope, bytes]:
