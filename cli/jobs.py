@@ -21,7 +21,7 @@ from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
-from postroom._wire.words import ago
+from postroom._wire.words import ago, json_fault
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -129,9 +129,12 @@ def start(
 
     given = sys.stdin.buffer.read() if request == "-" else request.encode()
     try:
-        body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(given)))
+        msgspec.json.decode(given)  # as the broker reads it, which also refuses a key that is given twice
     except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"the request is not JSON: {error}", param_hint="--request") from error
+        detail = f"the request is not JSON: {json_fault(error, given)}"
+        raise typer.BadParameter(detail, param_hint="--request") from error
+    except RecursionError as error:
+        raise typer.BadParameter("the request is nested too deeply", param_hint="--request") from error
     if traceparent is not None and TRACEPARENT.fullmatch(traceparent) is None:
         detail = f"{traceparent!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
         raise typer.BadParameter(detail, param_hint="--traceparent")
@@ -147,7 +150,7 @@ def start(
         first=names["first"],
         threshold=names["threshold"],
         id=job or uuid4(),
-        request=body,
+        request=msgspec.Raw(given),
         traceparent=traceparent,
     )
     started = with_mesh(reach, lambda client, mesh: client.start_job(wanted(mesh=mesh)))
