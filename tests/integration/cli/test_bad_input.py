@@ -42,6 +42,12 @@ def test_an_unknown_verb_or_option_is_a_usage_error(words: tuple[str, ...]) -> N
     assert "--help" in ended.sentence()
 
 
+@pytest.mark.parametrize("typed", ["{", '{"x": "a"}', '{"id": 5}', '{"id":' + "[" * 10_000, b"\xff", "a" * 3_000_000])
+def test_a_line_of_standard_input_without_an_id_is_named(typed: bytes | str) -> None:
+    ended = Terminal().run("outbox", "hold", "-", *WHY, stdin=typed)
+    assert (ended.code, "line 1 of standard input has no id" in ended.sentence()) == (2, True)
+
+
 def test_a_misspelt_verb_is_guessed() -> None:
     assert "'outbox'" in Terminal().run("outbux").sentence()
 
