@@ -307,7 +307,8 @@ class Transport:
         try:
             site = Site.of(self._base)
         except ValueError as error:
-            raise self.peer.foreign(str(error)) from error
+            form = f"give the {self.peer.role}'s address as http[s]://host[:port], without user, query or fragment"
+            raise Unavailable.of("not_understood", form) from error
         return site.prefix, f" HTTP/1.1\r\nHost: {site.authority}\r\n{lines_of(self._headers.items())}"
 
     async def _whole(self, answer: Connection) -> bytes:

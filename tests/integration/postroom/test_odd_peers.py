@@ -236,12 +236,14 @@ async def test_a_broker_whose_certificate_nobody_signed_is_not_asked(features: T
     assert caught.value.code == "broker_absent"
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "http://", "http://a:port", "http://a b"])
-async def test_an_address_that_is_none_is_said_to_be_so(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "ftp://x", "http://", "http://a:port", "http://a b", "http://a:secret@b"]
+)
+async def test_an_address_that_is_none_is_said_to_be_so_without_what_it_holds(url: str) -> None:
     async with BrokerClient(url, "token", patience=0) as client:
-        with pytest.raises(Unavailable) as caught:
+        with pytest.raises(Unavailable, match=r"^give the broker's address as .* without user") as caught:
             await client.features()
-    assert caught.value.code == "not_understood"
+    assert (caught.value.code, "secret" in str(caught.value)) == ("not_understood", False)
 
 
 async def test_a_token_cannot_add_a_header() -> None:
