@@ -190,7 +190,7 @@ def refuse_link(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         _refuse(f"{path} is a symbolic link: remove it", errno.ELOOP)
     if not stat.S_ISREG(status.st_mode):
-        _refuse(f"{path} is not a regular file: remove it")
+        _refuse(f"{path} is not a regular file: move it, or choose another path")
     if status.st_uid not in {0, os.geteuid(), path.parent.stat().st_uid}:
         _refuse(f"{path} belongs to {_name(status.st_uid)}: give it to {_name(os.geteuid())}")
 

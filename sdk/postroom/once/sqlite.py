@@ -21,7 +21,7 @@ import msgspec
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
-from postroom.chassis.ownership import is_there
+from postroom.chassis.ownership import is_there, why_refused
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
 from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
 from postroom.once.model import (
@@ -160,8 +160,10 @@ class SqliteStore(SqliteClaims):
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except sqlite3.OperationalError as error:
             raise unavailable(error) from error
-        except (sqlite3.DatabaseError, Damaged, OSError) as error:
+        except (sqlite3.DatabaseError, Damaged) as error:
             raise unusable(f"{self._path}: {error}") from error
+        except OSError as error:
+            raise unusable(why_refused(error, f"look at {self._path}")) from error
         except Fatal as error:  # another program's file, or a newer one
             raise unusable(str(error)) from error
 

@@ -120,3 +120,9 @@ async def test_a_place_without_keys_is_left_as_it_is(url: str, terminal: Termina
         assert (await run(terminal, "list", "--json")).out == ""
         assert "there is no registry" in (await run(terminal, "inspect", "k-1", *NAMES)).err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_where_a_registry_should_be_is_nothing_to_remove(tmp_path: Path) -> None:
+    refused = Terminal().run("once", "list", "--registry", f"sqlite://{tmp_path}")
+    said = f"must be repaired: {tmp_path} is not a regular file: move it, or choose another path"
+    assert (refused.code, said in refused.sentence()) == (1, True)

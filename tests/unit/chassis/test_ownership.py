@@ -147,7 +147,7 @@ def test_a_file_is_opened_private_and_never_through_a_link(tmp_path: Path) -> No
         open_private(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is not a regular file"):
+    with pytest.raises(OSError, match="is not a regular file: move it"):
         refuse_link(tmp_path / "pipe")
 
 
