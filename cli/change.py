@@ -68,8 +68,8 @@ Ask = Callable[[Asked], Portion]
 def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool, filtered: bool) -> None:
     """Raise `Fatal` unless things are named by their ids, or are all that filters match."""
     if bool(ids) == everything:
-        shown = f"`postroom {group} list` shows them"
-        raise Fatal(Exit.USAGE, f"name at least one {thing} ({shown}), or use --all with filters")
+        how = f"name at least one {thing} (`postroom {group} list` shows them), or use --all with filters"
+        raise Fatal(Exit.USAGE, "give the ids or --all, not both" if ids else how)
     if filtered and not everything:
         raise Fatal(Exit.USAGE, "filters need --all")
 

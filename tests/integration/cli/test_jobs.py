@@ -184,6 +184,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["cancel", str(UUID(int=7)), "--reason", "x", "--yes"], 3, "there is no job"),
         (["retry", str(UUID(int=7)), "--reason", "x", "--yes"], 3, "there is no job"),
         (["retry"], 2, "name at least one job"),
+        (["retry", str(UUID(int=7)), "--all"], 2, "give the ids or --all, not both"),
         (["cancel", str(UUID(int=7)), "--yes"], 2, "--reason"),
         (["cancel", str(UUID(int=7)), "--reason", "x"], 3, "there is no job"),
         (["list", "--state", "odd"], 2, "'odd' is not a state: running, closed"),
