@@ -6,7 +6,7 @@ such messages from any publisher. So what nats-py could not read is rewritten be
 like any other, with its body unchanged, and `UNREADABLE` has its headers in base64 (`UNREADABLE_SUBJECT` its subject).
 What becomes of it is decided where messages are handled (`postroom.delivery.consumer`).
 
-This relies on private names of nats-py (`_ps`, `_process_msg`, the state of its parser, attributes of a JetStream
+This relies on private names of nats-py (`_ps`, `_process_…`, the state of its parser, attributes of a JetStream
 context), which are used in this file only. Therefore its version has an upper bound, and a test sends what is rewritten
 here through a real server.
 """
@@ -22,9 +22,16 @@ from urllib.parse import urlsplit
 
 import structlog
 from nats.aio.client import Client
-from nats.errors import ProtocolError
+from nats.errors import Error, ProtocolError
 from nats.js import JetStreamContext
-from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, CRLF_SIZE, Parser
+from nats.protocol.parser import (
+    AWAITING_CONTROL_LINE,
+    AWAITING_MSG_PAYLOAD,
+    CRLF_SIZE,
+    PERMISSIONS_ERR,
+    STALE_CONNECTION,
+    Parser,
+)
 
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
@@ -64,18 +71,15 @@ async def connect(
     Afterwards the connection comes back by itself until the caller closes it. Without `reconnect` each server is tried
     twice, and a connection that breaks stays closed: the server then has a beginning of what was sent.
     Outages are logged unless `logged` is False: a person at a terminal reads the exception.
-    Raises `Fatal` (78) where the settings name no servers, or a file that cannot be read.
+    Raises `Fatal` (78) as `usable` does.
     """
-    servers = _servers(settings.url)
+    options = usable(settings)
     client = NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
-    trust = trusting(settings.ca_file, "nats.ca_file")
     try:
         async with asyncio.timeout(patience):
             await client.connect(
-                servers,
                 name=name,
-                tls=trust,
                 connect_timeout=settings.connect_seconds,  # type: ignore[arg-type] # any number of seconds
                 reconnect_time_wait=settings.reconnect_seconds,  # type: ignore[arg-type]
                 allow_reconnect=reconnect,
@@ -87,10 +91,8 @@ async def connect(
                 error_cb=events.failed,
                 disconnected_cb=events.disconnected,
                 reconnected_cb=events.reconnected,
-                **_credentials(settings.credentials_file),
+                **options,
             )
-    except Fatal:
-        raise
     except asyncio.CancelledError:
         await client.close()
         raise
@@ -98,6 +100,12 @@ async def connect(
         await client.close()
         raise from_nats(events.last or error, "connecting to NATS") from error
     return client
+
+
+def usable(settings: NatsSettings) -> dict[str, Any]:
+    """Return nats-py's options for them; raises `Fatal` (78) where they name no servers, or an unusable file."""
+    trust = trusting(settings.ca_file, "nats.ca_file")
+    return {"servers": _servers(settings.url), "tls": trust, **_credentials(settings.credentials_file)}
 
 
 def _servers(urls: str) -> list[str]:
@@ -135,13 +143,18 @@ class _Events:
         self.last: Exception | None = None
 
     async def failed(self, error: Exception) -> None:
-        if self._logged and str(error) != str(self.last):  # an outage repeats one error at every try
+        if is_refusal(self.last) and isinstance(error, OSError):
+            return  # a server that refuses a user may also just hang up on the next try
+        raised = not self._client.is_connected and not self._client.options["allow_reconnect"]  # to the caller
+        if self._logged and not raised and str(error) != str(self.last):  # an outage repeats one error at every try
             self._log.warning("nats_error", error=str(error) or type(error).__name__)
-        if not is_refusal(self.last):  # a server that refuses a user may also just hang up on the next try
-            self.last = error
+        self.last = error
 
     async def disconnected(self) -> None:
-        if self._logged and not self._client.is_closed:
+        if self._client.is_closed:
+            return
+        self.last = None
+        if self._logged:
             self._log.warning("nats_disconnected")
 
     async def reconnected(self) -> None:
@@ -154,9 +167,16 @@ def _credentials(file: Path | None) -> dict[str, Any]:
     """Return the options that make nats-py read `file` at each connection; raises `Fatal` where it is unusable now."""
     if file is None:
         return {}
+
+    def again() -> str:
+        try:
+            return _secret(file)
+        except Fatal as error:  # any other error ends nats-py's only task that connects again
+            raise Error(str(error)) from error
+
     if ":" not in _secret(file):
-        return {"token": lambda: _secret(file)}
-    return {"user": lambda: _secret(file).partition(":")[0], "password": lambda: _secret(file).partition(":")[2]}
+        return {"token": again}
+    return {"user": lambda: again().partition(":")[0], "password": lambda: again().partition(":")[2]}
 
 
 def _secret(file: Path) -> str:
@@ -196,6 +216,24 @@ class NatsClient(Client):
         if scheme == "tls" or (scheme == "nats" and "tls" in self.options):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
+
+    async def _process_connect_init(self) -> None:
+        """Close what a failed try leaves: nats-py forgets it, and the server waits for the rest of the login."""
+        try:
+            await super()._process_connect_init()
+        except Error:
+            if self._transport is not None:
+                self._transport.close()  # type: ignore[no-untyped-call]
+            raise
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Connect again where the server ends the connection, such as for a new password: nats-py would close it."""
+        if not self.is_connected or PERMISSIONS_ERR in err_msg or STALE_CONNECTION in err_msg:
+            await super()._process_err(err_msg)
+            return
+        error = Error("nats: " + err_msg.strip("'"))
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""

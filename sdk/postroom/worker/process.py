@@ -25,6 +25,7 @@ from postroom.chassis.postgres import Pool, letting_go
 from postroom.chassis.routes import exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents import load_agent
+from postroom.delivery.nats import usable
 from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig, check_distinct
@@ -134,6 +135,7 @@ async def _run(config: WorkerConfig) -> None:
 @asynccontextmanager
 async def open_parts(config: WorkerConfig) -> AsyncIterator[Sequence[Part]]:
     """Build every part, and close it; raises `Fatal`."""
+    usable(config.nats)  # while it runs, a file that cannot be read is waited for
     agents = [(load_agent(section.agent_class or ""), section) for section in config.agents]
     places = [f"{section.tenant}.{section.workspace}.{agent_name(agent)}" for agent, section in agents]
     check_distinct(places, "agents: two have the same name, tenant and workspace; rename one")

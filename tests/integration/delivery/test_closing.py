@@ -1,21 +1,27 @@
-"""A connection to NATS uses TLS where it is asked to, and is closed soon, whatever its server does."""
+"""A connection to NATS uses TLS where it is asked to, comes back after any end, and is closed soon."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from nats.errors import OutboundBufferLimitError
+from structlog.testing import capture_logs
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect
+from postroom.delivery.publishing.link import Link
 from postroom.delivery.settings import NatsSettings
-from postroom.errors import Unavailable
+from postroom.errors import NotPermitted, Unavailable
+from tests.support.waiting import until
 
 LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 MEBIBYTE = bytes(2**20)
@@ -75,3 +81,61 @@ async def test_no_password_is_sent_without_tls_where_the_url_or_the_ca_file_asks
     finally:
         plain.stop()
         safe.stop()
+
+
+@pytest.fixture
+def server(short_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def login(server: EmbeddedNats, short_directory: Path) -> NatsSettings:
+    """A login by a file, `file`, as operators keep it."""
+    file = short_directory / "nats.login"
+    file.touch(0o600)
+    file.write_text(urlsplit(server.url).netloc.rpartition("@")[0])
+    return NatsSettings(url=server.address, credentials_file=file, reconnect_seconds=0.05)
+
+
+async def test_a_connection_whose_password_was_changed_comes_back_with_the_new_one(
+    server: EmbeddedNats, login: NatsSettings
+) -> None:
+    client = await connect(login, name="test", patience=20)
+    arrived = await client.subscribe("any")
+    await client.flush()
+    config = json.loads(server.config_file.read_text())
+    config["authorization"] = {"users": [{"user": "postroom", "password": "another"}]}
+    server.config_file.write_text(json.dumps(config))
+    assert server.process is not None
+    with capture_logs() as lines:
+        os.kill(server.process.pid, signal.SIGHUP)  # it reads its config again, and ends the connection
+        await until(lambda: any("authorization violation" in line.get("error", "") for line in lines))
+        with pytest.raises(NotPermitted, match="NATS refused this user"):
+            await Link.open(login, name="publisher", ack_seconds=5)
+        assert login.credentials_file is not None
+        login.credentials_file.write_text("postroom:another")
+        await until(lambda: client.is_connected)
+    assert not [line for line in lines if line.get("connection") == "publisher"]  # at every try, besides the error
+    await client.publish("any", b"again")
+    assert (await arrived.next_msg(timeout=60)).data == b"again"
+    await client.close()
+
+
+async def test_a_login_that_cannot_be_read_for_a_while_keeps_no_connection_from_coming_back(
+    server: EmbeddedNats, login: NatsSettings
+) -> None:
+    client = await connect(login, name="test", patience=20)
+    assert login.credentials_file is not None
+    kept = login.credentials_file.rename(login.credentials_file.with_suffix(".kept"))
+    with capture_logs() as lines:
+        server.stop()
+        server.start()
+        await until(lambda: any("cannot read the NATS credentials" in line.get("error", "") for line in lines))
+        with pytest.raises(Unavailable, match="connecting to NATS: cannot read the NATS credentials"):
+            await Link.open(login, name="publisher", ack_seconds=5)  # what publishes waits too
+        kept.rename(login.credentials_file)
+        await until(lambda: client.is_connected)
+    await client.close()

@@ -60,16 +60,25 @@ def agent(context: Context, state: Path) -> str:
     )
 
 
-async def test_two_agents_of_one_name_in_one_worker_are_refused(context: Context, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nats", "sentence"),
+    [
+        ("", b"agents: two have the same name"),
+        ('credentials_file = "/nowhere"', b"cannot read the NATS credentials /nowhere: [Errno 2] No such file"),
+    ],
+)
+async def test_a_worker_that_cannot_work_so_is_refused_at_its_start(
+    nats: str, sentence: bytes, context: Context, tmp_path: Path
+) -> None:
     config = tmp_path / "worker.toml"
     both = agent(context, tmp_path / "one") + agent(context, tmp_path / "two")
-    config.write_text(f'[nats]\nurl = "nats://127.0.0.1:1"\n{both}')
+    config.write_text(f'[nats]\nurl = "nats://127.0.0.1:1"\n{nats}\n{both}')
     command = tethered([sys.executable, "-m", "postroom.worker", "run", "--config", str(config)])
     ended = await asyncio.create_subprocess_exec(
         *command, env={**os.environ, "PYTHONPATH": str(EXAMPLES)}, stderr=asyncio.subprocess.PIPE
     )
     _, said = await ended.communicate()
-    assert (ended.returncode, b"agents: two have the same name" in said) == (78, True), said
+    assert (ended.returncode, sentence in said) == (78, True), said
 
 
 async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(

@@ -30,6 +30,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamInfo
 
+from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
@@ -37,7 +38,7 @@ from postroom.delivery.publishing import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.delivery.subjects import expression_of
-from postroom.errors import PostroomError
+from postroom.errors import PostroomError, Unavailable
 
 _log = structlog.get_logger(__name__)
 
@@ -300,7 +301,10 @@ class Link:
     @classmethod
     async def open(cls, settings: NatsSettings, *, name: str, ack_seconds: float) -> Self:
         """Connect, once, and look at the streams; raises `PostroomError`."""
-        client = await connect(settings, name=name, reconnect=False)
+        try:
+            client = await connect(settings, name=name, reconnect=False)
+        except Fatal as error:  # a file that could be read when the program started, and may be being replaced
+            raise Unavailable.of("nats_unavailable", f"connecting to NATS: {error}", retryable=True) from error
         link = cls(client, client.jetstream(timeout=ack_seconds), ack_seconds)
         try:
             await client.subscribe(f"{link._inbox}.*", cb=link._acknowledged)
