@@ -141,6 +141,7 @@ class Limiter:
         self._breaker = breaker
         self._config = config
         self._metrics = metrics
+        self._failure: str | None = None  # of the last try
 
     @property
     def degraded(self) -> str | None:
@@ -177,13 +178,16 @@ class Limiter:
             async with asyncio.timeout(self._config.timeout_ms / 1000):
                 answer = await question
         except _FAILURES as error:
-            if not self._breaker.failing:
-                _log.warning("limiter_degraded", error=type(error).__name__, on_error=self._config.on_error)
+            why = str(error) or "no answer in time"
+            if why != self._failure:  # an outage repeats one at every try
+                _log.warning("limiter_degraded", error=why, on_error=self._config.on_error)
+            self._failure = why
             self._breaker.failed()
             self._metrics.limiter_degraded.set(1)
             return None
         if self._breaker.failing:
             _log.info("limiter_recovered")
+        self._failure = None
         self._breaker.succeeded()
         self._metrics.limiter_degraded.set(0)
         return answer

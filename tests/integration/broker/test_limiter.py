@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from broker.config import BrokerConfig, LimiterConfig
 from broker.limiter import Admission
@@ -146,6 +147,24 @@ async def test_redis_decides_again_when_it_is_back(
         assert broker.metric("postroom_broker_limiter_decisions_total", decider="local", decision="admitted") == 1
         assert broker.metric("postroom_broker_limiter_decisions_total", decider="redis", decision="admitted") == 1
         assert (await broker.nobody.get("/ready")).body["status"] == "ok"
+
+
+async def test_a_redis_that_refuses_the_login_after_it_was_stopped_is_known_by_the_log(
+    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any
+) -> None:
+    async with start_broker(limited(on_own_redis, breaker_seconds=0.001)) as broker:
+        with capture_logs() as lines:
+            own_redis.stop()
+            await broker.nobody.get("/ready")
+            own_redis.start()
+            async with Redis.from_url(own_redis.url) as redis:
+                await redis.config_set("requirepass", "another")
+            for _ in range(2):
+                await broker.nobody.get("/ready")
+
+        first, second = (line["error"] for line in lines if line["event"] == "limiter_degraded")
+        assert "ConnectionError" not in first
+        assert "authenticated" in second
 
 
 async def test_closed_means_that_new_messages_wait_and_accepted_ones_are_still_answered(
