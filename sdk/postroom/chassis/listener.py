@@ -41,7 +41,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory, why_refused
+from postroom.chassis.ownership import give_up, private_directory, why_refused
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
 from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError, Problem
@@ -434,14 +434,29 @@ async def running(
         yield runner
 
 
+_sites: Final[list[web.TCPSite]] = []  # of this process
+
+
+def _leave_to_parent() -> None:
+    """Give up the ports in a forked child: one that outlives its killed parent would keep them from the next one."""
+    for site in _sites:
+        for sock in getattr(site._server, "sockets", ()):  # noqa: SLF001 - aiohttp has no other way to them
+            give_up(sock.fileno())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
     """Listen on a TCP port and return the URL; raises `Fatal` (69) where it is taken."""
+    site = web.TCPSite(runner, host, port, ssl_context=tls)
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        await site.start()
     except OSError as error:
         raise Fatal(
             Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}; configure another address"
         ) from error
+    _sites.append(site)
     bound, number = runner.addresses[0][:2]
     return f"{'http' if tls is None else 'https'}://{f'[{bound}]' if ':' in bound else bound}:{number}"
 

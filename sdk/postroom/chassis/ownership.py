@@ -205,6 +205,13 @@ def hand_over(fd: int, directory: Path) -> None:
         os.fchown(fd, owner.st_uid, owner.st_gid)
 
 
+def give_up(fd: int) -> None:
+    """Let go of an open file or connection in a forked child, whose objects may still close that number."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
 def _others_may_write(status: os.stat_result) -> bool:
     if status.st_mode & stat.S_IWOTH:
         return True

@@ -9,6 +9,7 @@ tries again.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -30,7 +31,7 @@ from postroom._wire.sql import (
     why_refused,
 )
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import this_user
+from postroom.chassis.ownership import give_up, this_user
 
 _log = structlog.get_logger(__name__)
 
@@ -172,6 +173,17 @@ async def open_pool(
         )
     _open[pool] = url
     return pool
+
+
+def _leave_to_parent() -> None:
+    """Give up the connections in a forked child: one that outlives its killed parent would keep transactions open."""
+    for pool in _open:
+        for holder in pool._holders:  # type: ignore[attr-defined] # noqa: SLF001 - asyncpg has no other way to them
+            if holder.is_connected():
+                give_up(holder._con._transport.get_extra_info("socket").fileno())  # noqa: SLF001
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 async def close_pool(pool: Pool) -> None:

@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import pytest
 from nats.errors import OutboundBufferLimitError
 from structlog.testing import capture_logs
+from support.waiting import until
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import NotPermitted, Unavailable
-from tests.support.waiting import until
 
 LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 MEBIBYTE = bytes(2**20)

@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 
-from postroom.chassis.listener import unix_listener
+from postroom.chassis.listener import listening, unix_listener
 from postroom.chassis.ownership import (
     check_private,
     create_private,
@@ -197,3 +200,25 @@ def test_who_keeps_the_directory_locked_keeps_nobody_from_listening(
     fcntl.flock(held, fcntl.LOCK_EX)
     unix_listener(short_directory / "s.sock").close()
     os.close(held)
+
+
+async def test_a_process_that_users_code_has_forked_keeps_no_port() -> None:
+    killed, next_one = web.AppRunner(web.Application()), web.AppRunner(web.Application())
+    await killed.setup()
+    await next_one.setup()
+    port = urlsplit(await listening(killed, "127.0.0.1", 0)).port or 0
+    forked, said = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(said, b"!")
+        signal.pause()
+    try:
+        os.read(forked, 1)
+        await killed.cleanup()
+        assert urlsplit(await listening(next_one, "127.0.0.1", port)).port == port
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it is killed
+        os.close(forked)
+        os.close(said)
+        await killed.cleanup()
+        await next_one.cleanup()
