@@ -101,7 +101,7 @@ class TokenFile:
                 self._token, self._seen = token.decode("ascii"), version
                 self._changes += 1
         except OSError as error:
-            raise _unusable(f"cannot read the token file {self._path}: {error.strerror}") from error
+            raise _unusable(f"cannot read the token file {self._path} ({error.strerror})") from error
         return self._token
 
 

@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from broker_client import BrokerClientSettings, BrokerLink, Failure, RequestFailed
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.logs import mask
 from postroom.errors import InvalidMessage, NotFound
 
 MIB = 1024 * 1024
@@ -320,6 +321,7 @@ async def test_a_token_file_that_cannot_be_used_is_not_permitted_and_names_the_f
     error = await failure_of(link, claimed(1))
     assert error.failure is Failure.NOT_PERMITTED
     assert str(token_file) in str(error)
+    assert mask(str(error)) == str(error)  # as the log of a daemon has it
     assert scripted_broker.tokens == []
 
 
