@@ -89,7 +89,7 @@ def closure(distribution: str) -> set[str]:
     return found - {"postroom"}
 
 
-@pytest.mark.parametrize("name", ["aiohttp", "aiosqlite", "msgspec", "nats-py"])
+@pytest.mark.parametrize("name", ["aiohttp", "aiosqlite", "asyncpg", "msgspec", "nats-py"])
 def test_what_is_used_by_private_names_or_sentences_has_an_upper_bound(name):
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (requirement,) = (each for each in map(Requirement, lines) if each.name == name)
@@ -107,16 +107,20 @@ def test_the_sdk_leaves_the_module_ulid_to_others():
 PRIVATE_OF_AIOHTTP = {"_current_request", "_messages", "_reading_paused", "_request_count", "_waiter"}
 
 
-def test_private_names_of_aiohttp_and_nats_are_used_in_one_file_each():
+def test_private_names_of_aiohttp_asyncpg_and_nats_are_used_in_one_file_each():
     names = re.compile(
-        rf"\.(?:{'|'.join(PRIVATE_OF_AIOHTTP - {'_messages'})})\b|\._(?:nc|prefix|api_request|process_msg)\b"
+        rf"\.(?:{'|'.join(PRIVATE_OF_AIOHTTP - {'_messages'})})\b|\._(?:holders|nc|prefix|api_request|process_msg)\b"
     )
     used = {
         str(path.relative_to(ROOT))
         for path in tracked(*(f"{name}/*.py" for name in [*SERVER, "sdk/postroom"]))
         if names.search(path.read_text())
     }
-    assert used == {"sdk/postroom/chassis/listener.py", "sdk/postroom/delivery/nats.py"}
+    assert used == {
+        "sdk/postroom/chassis/listener.py",
+        "sdk/postroom/chassis/postgres.py",
+        "sdk/postroom/delivery/nats.py",
+    }
     there = {name for kind in RequestHandler.__mro__ for name in getattr(kind, "__slots__", ())}
     assert there >= PRIVATE_OF_AIOHTTP
 
