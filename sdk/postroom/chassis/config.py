@@ -10,6 +10,7 @@ import os
 import ssl
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -98,7 +99,7 @@ def load(
             sentence = "no config file was given, and the environment alone is not enough: pass one with --config FILE"
             raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
     try:
-        return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
+        return msgspec.convert(tree, config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {shape_fault(error, config)[1]}") from error
 
@@ -183,7 +184,10 @@ def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
             return  # the file holds a value where a table belongs; decoding says so
         tree = branch
     is_list = get_origin(setting.type) is list
-    tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+    value: Any = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+    with suppress(msgspec.ValidationError):  # what stays text is a path, or refused below with its own
+        value = msgspec.convert(value, setting.type, strict=False)
+    tree[key] = value
 
 
 def _decode(wanted: type, value: Any) -> Any:

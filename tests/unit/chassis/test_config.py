@@ -68,6 +68,7 @@ def test_the_environment_overrides_the_file_down_to_nested_settings_and_lists(tm
         ('mesh = "Sea"', "mesh: Expected a name: a lower-case letter"),
         ('mesh = "sea"\n[limits]\ndepth = 65', "limits.depth: Expected `int` <= 64"),
         ('mesh = "sea"\n[limits]\ndepht = 6', "limits: unknown field `depht`; did you mean `depth`?"),
+        ('mesh = "sea"\n[limits]\ndepth = "6"', "limits.depth: Expected `int`, got `str`"),
         ('mesh = "sea"\nlimits = 3', "limits: Expected"),
         ('mesh = "sea"\n[limits]\n[limits]', "is not TOML"),
         ('mesh = "sea"\nstate = 4', "state"),
