@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -135,10 +136,11 @@ def test_a_rotated_token_is_taken_for_its_grace_and_no_longer(tmp_path: Path) ->
     now = [0.0]
     token = LocalToken(file, clock=lambda: now[0])
     first = file.read_text().strip()
+    begun = time.time()
     rotate(file)
     second = file.read_text().strip()
-    written = file.stat().st_mtime
-    now[0] = written + GRACE_SECONDS - 1
+    written = file.stat().st_mtime  # later than `begun` by as long as the machine stalls
+    now[0] = begun + GRACE_SECONDS - 1
     assert token.matches(first)
     assert token.matches(second)
     assert not token.matches("")
@@ -156,15 +158,15 @@ def test_each_of_two_rotations_leaves_a_token_its_grace(tmp_path: Path, daemon: 
     token = LocalToken(file, clock=lambda: now[0])
     replaced = {}
     for _ in range(2):
-        old = file.read_text().strip()
+        old, begun = file.read_text().strip(), time.time()
         rotate(file)
-        replaced[old] = file.stat().st_mtime + GRACE_SECONDS
+        replaced[old] = begun + GRACE_SECONDS, file.stat().st_mtime + GRACE_SECONDS
         assert daemon != "asked in between" or token.matches(file.read_text().strip())
     if daemon == "restarted":
         token = LocalToken(file, clock=lambda: now[0])
-    for old, until in replaced.items():
+    for old, (earliest, latest) in replaced.items():
         assert old not in "".join(each.read_text() for each in tmp_path.iterdir())
-        for now[0], good in ((until - 1, True), (until + 1, False)):
+        for now[0], good in ((earliest - 1, True), (latest + 1, False)):
             assert token.matches(old) is good
     assert {each.stat().st_mode & 0o777 for each in tmp_path.iterdir()} == {0o600}
 
