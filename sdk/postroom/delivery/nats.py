@@ -36,7 +36,7 @@ from nats.protocol.parser import (
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import read_regular
-from postroom.delivery.errors import from_nats, is_refusal
+from postroom.delivery.errors import NATS_ERRORS, from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
@@ -167,16 +167,9 @@ def _credentials(file: Path | None) -> dict[str, Any]:
     """Return the options that make nats-py read `file` at each connection; raises `Fatal` where it is unusable now."""
     if file is None:
         return {}
-
-    def again() -> str:
-        try:
-            return _secret(file)
-        except Fatal as error:  # any other error ends nats-py's only task that connects again
-            raise Error(str(error)) from error
-
     if ":" not in _secret(file):
-        return {"token": again}
-    return {"user": lambda: again().partition(":")[0], "password": lambda: again().partition(":")[2]}
+        return {"token": lambda: _secret(file)}
+    return {"user": lambda: _secret(file).partition(":")[0], "password": lambda: _secret(file).partition(":")[2]}
 
 
 def _secret(file: Path) -> str:
@@ -218,13 +211,18 @@ class NatsClient(Client):
         await super()._process_info(info, initial_connection)
 
     async def _process_connect_init(self) -> None:
-        """Close what a failed try leaves: nats-py forgets it, and the server waits for the rest of the login."""
+        """Close what a failed try leaves, which nats-py forgets, and raise what it goes on after.
+
+        Any other error, as for credentials that cannot be read, would end its only task that connects again.
+        """
         try:
             await super()._process_connect_init()
-        except Error:
+        except Exception as error:
             if self._transport is not None:
                 self._transport.close()  # type: ignore[no-untyped-call]
-            raise
+            if isinstance(error, NATS_ERRORS):
+                raise
+            raise Error(str(error)) from error
 
     async def _process_err(self, err_msg: str) -> None:
         """Connect again where the server ends the connection, such as for a new password: nats-py would close it."""

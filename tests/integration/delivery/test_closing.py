@@ -139,3 +139,29 @@ async def test_a_login_that_cannot_be_read_for_a_while_keeps_no_connection_from_
         kept.rename(login.credentials_file)
         await until(lambda: client.is_connected)
     await client.close()
+
+
+async def test_another_program_at_the_address_keeps_no_connection_from_coming_back(
+    server: EmbeddedNats, login: NatsSettings
+) -> None:
+    client = await connect(login, name="test", patience=20)
+    arrived = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        writer.write(b"a line that never ends" * 10_000)
+        with suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    with capture_logs() as lines:
+        server.stop()
+        other = await asyncio.start_server(answer, "127.0.0.1", urlsplit(server.address).port)
+        async with asyncio.timeout(60):
+            await arrived.wait()
+        await until(lambda: any("Separator" in line.get("error", "") for line in lines))
+        other.close()
+        await other.wait_closed()
+    server.start()
+    await until(lambda: client.is_connected)
+    await client.close()
