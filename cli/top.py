@@ -169,7 +169,14 @@ def _own_screen() -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGSTOP)
         enter()
 
+    def end(number: int, _: object) -> None:
+        leave()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
     signal.signal(signal.SIGTSTP, stop)
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGQUIT, end)
     enter()
     try:
         yield

@@ -116,3 +116,22 @@ def test_a_terminal_is_as_it_was_while_it_is_stopped(short_directory: Path) -> N
     assert termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_terminal_is_as_it_was_after_a_signal_that_ends_it(short_directory: Path, number: signal.Signals) -> None:
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    user = Terminal(short_directory / "nobody.sock", TERM="xterm")
+    running = user.start("top", stdin=slave, stdout=slave, stderr=slave, process_group=0)
+    shown = b""
+    while b"q quit" not in shown:
+        shown += os.read(master, 65536)
+    running.send_signal(number)
+    assert running.wait(SECONDS) == -number
+    assert termios.tcgetattr(slave) == before
+    shown = b""
+    while b"\x1b[?1049l" not in shown:
+        shown += os.read(master, 65536)
+    os.close(master)
+    os.close(slave)
