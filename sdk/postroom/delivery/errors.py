@@ -9,6 +9,7 @@ from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableEr
 
 from postroom._wire.http import why_unreachable
 from postroom._wire.sql import why_failed
+from postroom.chassis.exits import Fatal
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
 NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
@@ -40,16 +41,16 @@ def is_refusal(error: Exception | None) -> bool:
 
 
 def from_nats(error: Exception, doing: str) -> PostroomError:
-    """Map an error of nats-py that ended `doing` ("creating the stream SEA_EVENTS")."""
+    """Map an error of nats-py, or a file that it cannot use, that ended `doing` ("creating the stream SEA_EVENTS")."""
     if isinstance(error, PostroomError):
         return error
     if is_refusal(error):
         return NotPermitted.of("nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
-    if isinstance(error, ssl.SSLError):
-        detail = f"{doing}: {why_unreachable(error, 'nats.ca_file')}"
-        return Unavailable.of("nats_unavailable", detail, retryable=True)
+    if isinstance(error, (ssl.SSLError, Fatal)):
+        why = str(error) if isinstance(error, Fatal) else why_unreachable(error, "nats.ca_file")
+        return Unavailable.of("nats_unavailable", f"{doing}: {why}", retryable=True)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
         sentence = str(error).removeprefix("nats: ") or type(error).__name__
         detail = f"{doing}: JetStream does not answer ({sentence})"

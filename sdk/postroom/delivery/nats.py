@@ -177,7 +177,7 @@ def _secret(file: Path) -> str:
         content, status = read_regular(file)
         text = content.decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot read the NATS credentials {file}: {error}") from error
+        raise Fatal(Exit.CONFIG, f"cannot read the NATS credentials {file}: {error}; check that file") from error
     if status.st_mode & stat.S_IRWXO:
         raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
     if not text or not text.isprintable():

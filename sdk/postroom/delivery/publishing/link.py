@@ -38,7 +38,7 @@ from postroom.delivery.publishing import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.delivery.subjects import expression_of
-from postroom.errors import PostroomError, Unavailable
+from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -304,7 +304,7 @@ class Link:
         try:
             client = await connect(settings, name=name, reconnect=False)
         except Fatal as error:  # a file that could be read when the program started, and may be being replaced
-            raise Unavailable.of("nats_unavailable", f"connecting to NATS: {error}", retryable=True) from error
+            raise from_nats(error, "connecting to NATS") from error
         link = cls(client, client.jetstream(timeout=ack_seconds), ack_seconds)
         try:
             await client.subscribe(f"{link._inbox}.*", cb=link._acknowledged)
