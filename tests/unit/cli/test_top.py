@@ -123,7 +123,7 @@ def test_a_terminal_is_as_it_was_after_a_signal_that_ends_it(short_directory: Pa
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
     user = Terminal(short_directory / "nobody.sock", TERM="xterm")
-    running = user.start("top", stdin=slave, stdout=slave, stderr=slave, process_group=0)
+    running = user.start("top", stdin=slave, stdout=slave, stderr=slave, cwd=short_directory)
     shown = b""
     while b"q quit" not in shown:
         shown += os.read(master, 65536)
