@@ -44,7 +44,7 @@ from postroom._wire.administration import (
     MessageLines,
     MessagesQuery,
 )
-from postroom._wire.message import parse_destination
+from postroom._wire.message import Destination, parse_destination
 from postroom._wire.nouns import invalid_cursor
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import decode_query, json_response
@@ -72,8 +72,7 @@ class History:
         query = decode_query(request, HistoryQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
-        named = query.destination
-        kind, ref = (None, None) if named is None else parse_destination(named, "destination")
+        kind, ref = _of_destination(query.destination)
         async with self._database.read(principal.whose) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
@@ -114,8 +113,7 @@ class History:
         query = decode_query(request, MessagesQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
-        named = query.destination
-        kind, ref = (None, None) if named is None else parse_destination(named, "destination")
+        kind, ref = _of_destination(query.destination)
         before = (query.until or _LAST, 0) if query.cursor is None else _place(query.cursor)
         async with self._database.read(principal.whose) as connection:
             ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)
@@ -150,6 +148,11 @@ class History:
         if row is None:
             raise missing
         return json_response(_shown(row, bodies=principal.reads_bodies))
+
+
+def _of_destination(named: str | None) -> Destination | tuple[None, None]:
+    """Read the destination whose messages are asked for, if they are of one; raises `InvalidMessage`."""
+    return (None, None) if named is None else parse_destination(named, "destination")
 
 
 def _place(cursor: str) -> tuple[datetime, int]:
