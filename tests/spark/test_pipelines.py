@@ -164,19 +164,19 @@ def test_the_audit_log_is_of_whole_days_whichever_time_it_is_to_end_at(
     assert pipeline("audit-log", f"output={tmp_path}").facts == {"days written": 1, "rows written": 30}
 
 
-def test_the_audit_log_writes_no_day_that_is_over_by_the_drivers_clock_alone(
+def test_the_audit_log_writes_the_days_that_are_over_by_the_clock_of_postgres(
     history: History, pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written of a day is never completed."""
-
-    class Ahead(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return datetime.now(tz) + timedelta(days=400)
-
-    history.tamper("UPDATE mesh.message_history SET accepted_at = now()")
-    monkeypatch.setattr("pipeline.audit_log.datetime", Ahead, raising=False)
+    history.tamper(
+        "UPDATE mesh.message_history SET accepted_at = now()",
+        "CREATE SCHEMA ahead",
+        "CREATE FUNCTION ahead.now() RETURNS timestamptz LANGUAGE sql RETURN pg_catalog.now() + interval '400 days'",
+    )
     assert pipeline("audit-log", f"output={tmp_path}").facts == {"rows written": 0}
+    join = "&" if "?" in history.url else "?"
+    monkeypatch.setenv("POSTROOM_DATABASE_URL", f"{history.url}{join}search_path=ahead,pg_catalog")
+    assert pipeline("audit-log", f"output={tmp_path}").facts["days written"] == 1
 
 
 def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
