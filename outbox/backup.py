@@ -20,7 +20,7 @@ from typing import Final
 
 from outbox import errors
 from outbox.model import NAME, SCHEMA, Caller
-from outbox.operating import Order
+from outbox.operations import Order
 from postroom._wire.ids import now_ms
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
@@ -30,7 +30,7 @@ from postroom.chassis.store import WAL_LIMIT, OwnedFile, Store
 
 _KEPT_FREE: Final = 2 * WAL_LIMIT  # bytes of the disk: for what sends and the log may take meanwhile
 _SECONDS: Final = 600.0  # that a copy may take
-_LOG: Final = load_queries("outbox", "sql/operate.sql")["log"]
+_LOG: Final = load_queries("outbox", "sql/operations.sql")["log"]
 _PIECE: Final = 256 * 1024  # bytes that are read at once
 
 

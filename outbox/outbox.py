@@ -12,9 +12,10 @@ from typing import Final, Self
 
 import structlog
 
-from outbox import accepting, errors, operating, reading, relaying, writer
+from outbox import errors, operations, reader, relay, writer
+from outbox.accept import Accept, Known
 from outbox.backup import Backup, back_up, draft_of
-from outbox.missing import Note, Resend, Resent, begin
+from outbox.comparison import Note, Resend, Resent, begin
 from outbox.model import (
     NAME,
     SCHEMA,
@@ -57,7 +58,7 @@ _PRUNED: Final = 100_000  # rows that one request to prune examines
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
-class Outbox(reading.Reader):
+class Outbox(reader.Reader):
     """The durable queue of one daemon (docs/contract/send.md#send-42). Any task of one event loop may call it.
 
     A writing method returns once its result is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is
@@ -71,9 +72,9 @@ class Outbox(reading.Reader):
         transactor: writer.Transactor,
         *,
         settings: OutboxSettings,
-        walked: relaying.WalkedPast,
+        walked: relay.WalkedPast,
         clock: Callable[[], int],
-        look_up: operating.LookUp | None,
+        look_up: operations.LookUp | None,
     ) -> None:
         super().__init__(store, clock)
         self._transactor = transactor
@@ -83,10 +84,10 @@ class Outbox(reading.Reader):
         self._work.set()
         self._next_due: int | None = None
         self._drained_at: int | None = None  # when a claim of every destination took all that was due
-        self._watchers = reading.Watchers()
+        self._watchers = reader.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
         self._backing_up = asyncio.Lock()
-        self._outcomes = operating.Outcomes(self, store, look_up, self._changed)
+        self._outcomes = operations.Outcomes(self, store, look_up, self._changed)
 
     @classmethod
     async def open(
@@ -98,7 +99,7 @@ class Outbox(reading.Reader):
         clock: Callable[[], int] = now_ms,
         earliest: int = 0,
         new_ids: Callable[[int], list[str]] = new_ids,
-        look_up: operating.LookUp | None = None,
+        look_up: operations.LookUp | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
@@ -109,7 +110,7 @@ class Outbox(reading.Reader):
         75 or 74 while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
-        walked = relaying.WalkedPast()
+        walked = relay.WalkedPast()
         transactor = writer.Transactor(
             clock=clock, earliest=earliest, new_ids=new_ids, max_bytes=settings.max_bytes, walked=walked
         )
@@ -143,7 +144,7 @@ class Outbox(reading.Reader):
             checkpoint_bytes=settings.checkpoint_bytes,
         )
         try:
-            await store.submit(Step(relaying.reclaim))
+            await store.submit(Step(relay.reclaim))
         except PostroomError as error:
             await store.close()
             raise Fatal(
@@ -169,7 +170,7 @@ class Outbox(reading.Reader):
         A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
         than a transaction may hold takes several.
         """
-        accept = accepting.Accept.of(sends, caller)
+        accept = Accept.of(sends, caller)
         most = min(self._settings.max_group_rows, writer.PART_ROWS)
         if len(sends) == 1 or accept.rows <= most:
             outcomes = await self._store.submit(accept)
@@ -184,7 +185,7 @@ class Outbox(reading.Reader):
 
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
-        return await self._store.submit(accepting.Known(accepting.Accept.of(sends, caller)))
+        return await self._store.submit(Known(Accept.of(sends, caller)))
 
     async def wait(self, client_message_id: str, timeout: float) -> OutboxRow | None:  # noqa: ASYNC109 - either way the answer is a row
         """Return the row of a send once it is done, dead or aborted, or as it is after `timeout` seconds."""
@@ -218,7 +219,7 @@ class Outbox(reading.Reader):
             return []
         self._work.clear()
         self._drained_at = None
-        claim = relaying.Claim(min(limit, CLAIM_AT_ONCE), max_bytes, frozenset(excluded), self._walked)
+        claim = relay.Claim(min(limit, CLAIM_AT_ONCE), max_bytes, frozenset(excluded), self._walked)
         result = await self._claim(claim)
         seqs = list(result.seqs)
         size = result.size
@@ -234,7 +235,7 @@ class Outbox(reading.Reader):
             self._drained_at = now
         return await self.claimed(seqs) if seqs else []
 
-    async def _claim(self, claim: relaying.Claim) -> relaying.ClaimResult:
+    async def _claim(self, claim: relay.Claim) -> relay.ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
         result = await self._store.submit(claim)
         self._next_due = result.next_due
@@ -251,7 +252,7 @@ class Outbox(reading.Reader):
         transaction of a send or a claim if one comes soon, unless a caller waits for a row.
         """
         patience = _PATIENCE_SECONDS if patient and not self._watchers.any else 0.0
-        settled = await self._store.submit(relaying.Settle(settlements, self._walked, post), patience=patience)
+        settled = await self._store.submit(relay.Settle(settlements, self._walked, post), patience=patience)
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()
@@ -262,7 +263,7 @@ class Outbox(reading.Reader):
 
         It begins when the row was enqueued, or at its `not_before` where that is later.
         """
-        expire = relaying.Expire(before_ms, _EXPIRY_CHUNK)
+        expire = relay.Expire(before_ms, _EXPIRY_CHUNK)
         total = 0
         while expire.places:
             ids, places = await self._store.submit(expire)
@@ -295,8 +296,8 @@ class Outbox(reading.Reader):
         reason: str,
     ) -> None:
         """Store that a destination (None for everything) is paused, or continues at a rate."""
-        order = operating.Order(caller, reason).checked()
-        await self._store.submit(operating.Control(destination or "", paused, rate_per_second, order, self._walked))
+        order = operations.Order(caller, reason).checked()
+        await self._store.submit(operations.Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
         if not paused:
             self._urged()
@@ -324,7 +325,7 @@ class Outbox(reading.Reader):
         patch's own. `patch` comes from `_wire.message.prepare`: its payload, destination, priority and fingerprint
         replace the row's. 409 where the id was used before, or the payload was pruned.
         """
-        order = operating.Order(caller, reason, force).checked()
+        order = operations.Order(caller, reason, force).checked()
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
         if VERBS[verb].retires:
@@ -333,7 +334,7 @@ class Outbox(reading.Reader):
             if (accepted := learned.accepted.get(row_id)) is not None:
                 raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
             order = order._replace(doubt=learned.doubt)
-        came = await self._store.submit(operating.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
+        came = await self._store.submit(operations.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
         self._changed(row_id if verb == "requeue" else came)
         if VERBS[verb].urges:
             self._urged()
@@ -356,8 +357,8 @@ class Outbox(reading.Reader):
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
-        order = operating.Order(caller, reason, force).checked()
-        bulk = operating.Bulk(verb, order, self, self._store, self._outcomes, self._walked, self._changed)
+        order = operations.Order(caller, reason, force).checked()
+        bulk = operations.Bulk(verb, order, self, self._store, self._outcomes, self._walked, self._changed)
         result = await bulk.run(row_filter, dry_run=dry_run, cursor=cursor)
         if VERBS[verb].urges and result.done and not dry_run:
             self._urged()
@@ -365,7 +366,7 @@ class Outbox(reading.Reader):
 
     async def reported(self, numbers: Sequence[int]) -> None:
         """Note that these ends (`unreported`) were reported; a row that ended again since then is still to be."""
-        await self._store.submit(Step(partial(operating.reported, numbers), rows=len(numbers)))
+        await self._store.submit(Step(partial(operations.reported, numbers), rows=len(numbers)))
 
     # What the broker's database lost
 
@@ -394,7 +395,7 @@ class Outbox(reading.Reader):
         They are pending again; those whose payload was pruned are returned, noted in the operator log, and no longer
         missing.
         """
-        order = operating.Order(caller, reason).checked()
+        order = operations.Order(caller, reason).checked()
         total = Resent([], [], 0)
         while total.after is not None and len(total.row_ids) + len(total.without_payload) < MAX_IDS:
             part = await self._store.submit(Resend(total.after, _CHUNK, order, self._walked))
@@ -410,11 +411,11 @@ class Outbox(reading.Reader):
         Returns how many, and after which row to go on (None at the end). Rows, ids, fingerprints and outcomes stay for
         ever.
         """
-        order = operating.Order(caller, reason).checked()
+        order = operations.Order(caller, reason).checked()
         total, last = await self._prune(settled_before_ms, after, _PRUNED // _CHUNK)
         moment = datetime.fromtimestamp(min(settled_before_ms, self._clock()) / 1000, UTC)
         detail = f"{counted(total, 'payload')} of rows that ended before {when(moment)}"
-        await self._store.submit(Step(lambda transaction: operating.log(transaction, "prune", order, None, detail)))
+        await self._store.submit(Step(lambda transaction: operations.log(transaction, "prune", order, None, detail)))
         return total, last
 
     async def prune_by_age(self, confirmed_time: Callable[[], Awaitable[int]]) -> None:
@@ -446,11 +447,11 @@ class Outbox(reading.Reader):
 
         The copy holds the line of the operator log about itself. One is made at a time, others are refused.
         """
-        order = operating.Order(caller, reason).checked()
+        order = operations.Order(caller, reason).checked()
         if self._backing_up.locked():
             raise errors.backup_running()
         async with self._backing_up:
-            await self._store.submit(Step(lambda transaction: operating.log(transaction, "backup", order, None)))
+            await self._store.submit(Step(lambda transaction: operations.log(transaction, "backup", order, None)))
             async with contextlib.aclosing(await back_up(self._store)) as copy:
                 yield copy
 

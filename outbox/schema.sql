@@ -264,7 +264,7 @@ SELECT seq, id, client_message_id, request_fingerprint, x'', enqueued_at, attemp
        destination, submitted_by, not_before, enqueued_at + settled_after + pruned_after
 FROM outbox_settled JOIN outbox_common ON number = common;
 
--- A row as readers decode it (outbox/reading.py: StoredRow), never with its payload.
+-- A row as readers decode it (outbox/reader.py: StoredRow), never with its payload.
 CREATE VIEW outbox_row AS
 SELECT seq, id, client_message_id, status, destination, last_error, enqueued_at, held,
        json_array(id, client_message_id, status, destination, priority, enqueued_at, attempts, next_attempt_at,

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 import structlog
 
-from outbox.accepting import Accept, accept_group
-from outbox.relaying import WalkedPast, shorten_waits
+from outbox.accept import Accept, accept_group
+from outbox.relay import WalkedPast, shorten_waits
 from outbox.settled import Prune, following, last_id, read_salt
 from outbox.transaction import Operation, Space, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store

@@ -99,7 +99,7 @@ def neighbouring_schemas() -> None:
 
 def question() -> None:
     """Retire a row although nobody knows whether the broker has accepted it, and do not ask."""
-    from outbox.operating import Act, Learned, Outcomes
+    from outbox.operations import Act, Learned, Outcomes
 
     act = Act.run
 

@@ -161,7 +161,7 @@ VERBS: Final[Mapping[Verb, RowVerb]] = MappingProxyType(
         ),
     }
 )
-"""What routes, methods, commands and `why_not` follow from; `EFFECTS` of outbox/operating.py does each."""
+"""What routes, methods, commands and `why_not` follow from; `EFFECTS` of outbox/operations.py does each."""
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.outboxes import START, WHY, Clock, accepted, opened, retry, send
 
-from outbox import Outbox, relaying
+from outbox import Outbox, relay
 from outbox.errors import outbox_full
 from outbox.outbox import CLAIM_AT_ONCE
 
@@ -108,7 +108,7 @@ async def test_excluded_destinations_are_left_alone(outbox: Outbox) -> None:
 async def test_a_claim_walks_past_many_excluded_rows_a_stretch_at_a_time(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaying, "_SCAN", 10)
+    monkeypatch.setattr(relay, "_SCAN", 10)
     await accepted(outbox, *(send(f"paused-{number}", to="dm:paused") for number in range(25)), send("open"))
     for found in ([], [], ["open"]):
         await asyncio.wait_for(outbox.wait_for_work(60), 30)
@@ -236,7 +236,7 @@ async def test_a_waiting_row_ends_the_wait_when_its_time_comes(outbox: Outbox, c
 
 async def test_a_claim_reads_ranges_of_indexes_and_never_the_whole_table(outbox: Outbox, database: Path) -> None:
     await accepted(outbox, send())
-    queries = relaying._QUERIES
+    queries = relay._QUERIES
     values = {"lane": 1, "after": 0, "limit": 5, "scan": 5, "excluded": "[]", "now": 0, "before": 0}
     with opened(database) as db:
         for name in ("wake", "next_due", "candidates", "candidates_elsewhere", "scanned", "expired"):

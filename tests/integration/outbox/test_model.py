@@ -16,7 +16,7 @@ from support.outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
 
 from outbox import AcceptedRow, Outbox, RowFilter
 from outbox.model import Accepted, Unanswered
-from outbox.operating import why_not
+from outbox.operations import why_not
 from postroom._wire.operations import VERBS, Verb
 from postroom.errors import Conflict
 

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from support.outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
 from support.traces import TRACE, UNSAMPLED, attributes, links_of, traceparent_of
 
-from outbox import Accepted, Caller, Outbox, RelayControl, RowFilter, Unanswered, reading
+from outbox import Accepted, Caller, Outbox, RelayControl, RowFilter, Unanswered, reader
 from postroom._wire.message import Envelope, prepare
 from postroom._wire.operations import VERBS
 from postroom.errors import Conflict, InvalidMessage, NotFound
@@ -263,7 +263,7 @@ async def test_an_id_that_names_a_row_means_no_other_row_that_was_sent_under_it(
 async def test_ids_whose_rows_do_not_match_the_rest_of_the_filter_are_skipped(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_SCAN", 3)
+    monkeypatch.setattr(reader, "_SCAN", 3)
     rows = await accepted(outbox, *(send(f"id-{number}") for number in range(7)))
     await outbox.act("abort", "id-6", **WHY)
     wanted = RowFilter(ids=[*(f"id-{number}" for number in range(7)), "x"], status="aborted")
@@ -289,7 +289,7 @@ async def test_bulk_ends_after_so_many_rows_and_goes_on_where_it_was(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successors that it makes meanwhile match the filter too, and are left alone."""
-    monkeypatch.setattr("outbox.operating._ROWS", 500)
+    monkeypatch.setattr("outbox.operations._ROWS", 500)
     await accepted(outbox, *(send(f"id-{number}") for number in range(1100)))
     done: list[str] = []
     sizes: list[int] = []

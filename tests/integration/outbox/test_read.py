@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.outboxes import START, WHY, Clock, accepted, counted, done, row_in, send
 
-from outbox import Outbox, RowFilter, reading
+from outbox import Outbox, RowFilter, reader
 from postroom._wire.sends import OutboxRow
 from postroom.errors import InvalidMessage, NotFound
 
@@ -52,15 +52,15 @@ async def test_rows_of_one_status_are_found_among_others(outbox: Outbox, status:
 async def test_a_search_that_finds_little_for_long_goes_on_with_the_next_page(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_SCAN", 10)
-    monkeypatch.setattr(reading, "_SCANS_PER_PAGE", 2)
+    monkeypatch.setattr(reader, "_SCAN", 10)
+    monkeypatch.setattr(reader, "_SCANS_PER_PAGE", 2)
     await accepted(outbox, *(send(f"id-{number}") for number in range(45)), send("needle", to="dm:bob"))
     assert await pages(outbox, RowFilter(destination="dm:bob"), 5) == [[], [], ["needle"]]
     assert [row.client_message_id async for row in outbox.export(RowFilter(destination="dm:bob"))] == ["needle"]
 
 
 async def test_many_ids_are_listed_page_by_page(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_SCAN", 3)
+    monkeypatch.setattr(reader, "_SCAN", 3)
     names = [f"id-{number}" for number in range(8)]
     rows = await accepted(outbox, *(send(name) for name in names))
     wanted = RowFilter(ids=[row.row_id for row in rows[:4]] + names[4:])

@@ -8,7 +8,7 @@ import pytest
 from support.outboxes import WHY, opened, row_in, send
 
 from outbox import Outbox
-from outbox.operating import why_not
+from outbox.operations import why_not
 from postroom.errors import Conflict
 
 STATES = ["pending", "inflight", "done", "dead", "aborted"]

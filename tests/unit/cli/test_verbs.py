@@ -14,7 +14,7 @@ import typer
 
 from cli.app import VERBS
 from cli.change import Asked, Change, Portion, change_all
-from outbox import operating as rows
+from outbox import operations as rows
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
 from postroom._wire.once import KEYS

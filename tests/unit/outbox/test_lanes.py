@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.accepting import to_milliseconds
+from outbox.accept import to_milliseconds
 from outbox.model import DUE, HELD, WAITING
 from outbox.transaction import Space, Transaction
 from postroom._wire.ids import new_ids

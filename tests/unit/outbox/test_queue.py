@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from outbox.accepting import Accept
+from outbox.accept import Accept
 from outbox.model import Caller
-from outbox.relaying import Expire
+from outbox.relay import Expire
 from outbox.writer import PART_ROWS, Queue
 from postroom._wire.message import prepare
 

@@ -1,4 +1,4 @@
-from outbox.reading import Watchers
+from outbox.reader import Watchers
 
 
 def test_only_who_waits_for_the_row_is_woken() -> None:

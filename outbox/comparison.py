@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from outbox.model import Caller
-from outbox.operating import Order, log
-from outbox.relaying import WalkedPast
+from outbox.operations import Order, log
+from outbox.relay import WalkedPast
 from outbox.settled import text_of
 from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
 
-_QUERIES: Final = load_queries("outbox", "sql/missing.sql")
+_QUERIES: Final = load_queries("outbox", "sql/comparison.sql")
 _SENT_AGAIN: Final = "the broker's database was restored to an earlier state, and has this message from another daemon"
 
 _encode: Final = msgspec.json.Encoder().encode

@@ -24,7 +24,7 @@ from outbox.model import (
     Unanswered,
     to_datetime,
 )
-from outbox.relaying import read_claimed
+from outbox.relay import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, find_send, read_salt, text_of, unpack
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
 from postroom._wire.operations import VERBS, RowFilter
@@ -33,8 +33,8 @@ from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.store import Store
 
-_QUERIES: Final = load_queries("outbox", "sql/read.sql")
-_COMPARING: Final = load_queries("outbox", "sql/missing.sql")
+_QUERIES: Final = load_queries("outbox", "sql/reader.sql")
+_COMPARING: Final = load_queries("outbox", "sql/comparison.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
 PAGE_ROWS: Final = 100

@@ -11,10 +11,10 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox import errors
-from outbox.accepting import to_milliseconds
+from outbox.accept import to_milliseconds
 from outbox.model import HELD, Accepted, Caller, Unanswered
-from outbox.reading import Reader, seq_of
-from outbox.relaying import WalkedPast, report
+from outbox.reader import Reader, seq_of
+from outbox.relay import WalkedPast, report
 from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire import spans
@@ -25,7 +25,7 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.store import Store
 from postroom.errors import PostroomError
 
-_QUERIES: Final = load_queries("outbox", "sql/operate.sql")
+_QUERIES: Final = load_queries("outbox", "sql/operations.sql")
 _ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
 _UNANSWERED: Final[tuple[RowStatus, ...]] = ("pending", "dead")  # the states of a row that may be unanswered
 _ASK_SECONDS: Final = 5.0  # below the patience of the operator's client
