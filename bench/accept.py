@@ -22,7 +22,7 @@ from bench.sends import STREAMS, stream
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
-from broker.incoming import Item, check, event, read_item, split
+from broker.items import Item, check, event, read_item, split
 from broker.store import AcceptStore, Candidate, Entry, MessageIds
 from embedded import EmbeddedPostgres
 from postroom import AsyncClient

@@ -30,7 +30,7 @@ import structlog
 from broker.authentication import NEW_TOKEN, Member
 from broker.config import BrokerConfig
 from broker.database import unavailable_as_503
-from broker.incoming import Checked, Item, Malformed, check, read_item, split
+from broker.items import Checked, Item, Malformed, check, read_item, split
 from broker.limiter import Limiter, LimiterClosed
 from broker.metrics import Metrics
 from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Unwanted, Wanted, Written

@@ -21,10 +21,10 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.once import Keys
 from broker.operator import READ, WRITE, Nats, OperatorLog, routes_of
 from broker.programs import Health, Minutes, Programs
-from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.trace import Traces
+from broker.unpublished import Consumers, Sources, Unpublished
 from postroom._wire import administration as api
 from postroom._wire.accept import (
     AcceptBatch,
@@ -46,7 +46,7 @@ from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.listener import may_be_gone
 from postroom.chassis.routes import Access, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS
 
 _ACCESS: Final = MappingProxyType(
     {

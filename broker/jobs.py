@@ -24,9 +24,9 @@ from postroom._wire.jobs import (
 from postroom._wire.nouns import CHANGES, Result, invalid_cursor
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.publishing.postgres import EVENTS
+from postroom.delivery.publication.postgres import EVENTS
 from postroom.errors import InvalidMessage
-from postroom.ledger.operating import (
+from postroom.ledger.operations import (
     EFFECTS,
     FORESEEN,
     count_jobs,

@@ -26,12 +26,12 @@ from asyncpg.pgproto.pgproto import UUID
 from broker.authentication import Member
 from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
-from broker.incoming import Checked, Item, event
+from broker.items import Checked, Item, event
 from broker.shares import Slices
 from postroom._wire.ids import now_ms
 from postroom._wire.message import DestinationKind
 from postroom.chassis.postgres import Connection
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS
 from postroom.delivery.subjects import sent_subject
 
 _WRITES_PER_MESH: Final = 2  # one waits for its commit, one works; more would only occupy connections

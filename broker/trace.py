@@ -36,7 +36,7 @@ from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import SENT_AGAIN, replay_id
 from postroom.delivery.subjects import mesh_named_by, parse_subject
 from postroom.errors import NotFound, Problem, Unavailable
-from postroom.ledger.operating import find_message, show_job
+from postroom.ledger.operations import find_message, show_job
 
 QUERIES: Final = load_queries("broker", "trace.sql")
 

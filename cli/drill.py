@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from cli.demo import State, perform
-from cli.demo.reckoning import TOPIC, Broker, Count, Outbox, Reported, differing
+from cli.demo.counts import TOPIC, Broker, Count, Outbox, Reported, differing
 from cli.demo.stage import HandledStack, Receiver, Stage, wait
 from cli.noun import noun
 from cli.stack import module_command

@@ -23,7 +23,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from broker import app as broker
 from broker.config import PREFIX as BROKER_PREFIX
 from broker.config import BrokerConfig
-from broker.incoming import AcceptedEvent
+from broker.items import AcceptedEvent
 from broker.metrics import Metrics
 from broker_client.answers import RelayCounters
 from console.config import PREFIX as CONSOLE_PREFIX

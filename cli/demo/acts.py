@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cli.demo.reckoning import ANSWER, TOPIC, Handled, Meant, Reported, reckon
+from cli.demo.counts import ANSWER, TOPIC, Handled, Meant, Reported, compare
 from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, DemoStack, Receiver, Stage, wait
 from cli.stack.layout import MESH
 from postroom import BrokerClient, Client, PostroomError
@@ -189,7 +189,7 @@ class Demo:
             answers=len(self.receiver.effects_of(ANSWER)),
             buried=self._effects_of_buried(),
         )
-        lines = reckon(self.reported, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
+        lines = compare(self.reported, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
         self.stage.table(
             ("what", "means", "reported", "SQLite", "Postgres", "holds"),
             (((each.name, each.meaning, *map(str, each[2:])), each.holds) for each in lines),

@@ -50,7 +50,7 @@ def synchronous_full() -> None:
 
 def record() -> None:
     """Never compare the streams with what was published."""
-    from postroom.delivery.publishing.record import Record
+    from postroom.delivery.publication.record import Record
 
     async def see_nothing(self: Record, link: object) -> int:
         del self, link

@@ -19,7 +19,7 @@ from support.write_jobs import cancel, completions, holding, in_database, shown
 
 from postroom import Client, Conflict, InvalidMessage, PostroomError
 from postroom._wire.spark import SparkTask
-from postroom.ledger.operating import start
+from postroom.ledger.operations import start
 from postroom.ledger.primitives import Start
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import WritePlan, plan_write

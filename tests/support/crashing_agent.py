@@ -23,7 +23,7 @@ from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.message import Delivery
 from postroom.delivery.nats import NatsClient, connect
-from postroom.delivery.publishing.link import _Batch
+from postroom.delivery.publication.link import _Batch
 from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
 from support.agents import ATTEMPTS, Counting, settled
 from support.jetstream import QUICK, Context

@@ -22,10 +22,10 @@ import msgspec
 from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.nats import NatsClient
-from postroom.delivery.publishing.link import Link, Streams
-from postroom.delivery.publishing.postgres import PostgresClaim, sources_of
-from postroom.delivery.publishing.publisher import Publisher
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication.link import Link, Streams
+from postroom.delivery.publication.postgres import PostgresClaim, sources_of
+from postroom.delivery.publication.publisher import Publisher
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 EMIT = (

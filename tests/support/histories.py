@@ -12,7 +12,7 @@ import msgspec
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database, migrate
-from broker.incoming import Item, check
+from broker.items import Item, check
 from broker.store import AcceptStore, Candidate, MessageIds
 from postroom._wire.message import MAX_BODY_BYTES, prepare
 

@@ -25,7 +25,7 @@ from postroom.delivery.consumer import Consumer, Settle
 from postroom.delivery.dead_letters import DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.message import Delivery
-from postroom.delivery.publishing import identifying
+from postroom.delivery.publication import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream
 from support.waiting import until_so

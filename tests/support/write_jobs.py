@@ -12,7 +12,7 @@ from uuid import UUID
 import asyncpg
 
 from postroom._wire.jobs import JobTree
-from postroom.ledger.operating import cancel_job, show_job
+from postroom.ledger.operations import cancel_job, show_job
 from support.waiting import until_so
 
 T = TypeVar("T")

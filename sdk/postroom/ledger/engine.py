@@ -8,7 +8,7 @@ worker at it does not.
 
 Requests that wait for their answers are asked again in time. Messages for activities that the worker which takes them
 does not have (its flow is older, or a name changed) are acknowledged and kept, no attempt is counted, and the job
-waits, visibly (`ledger.operating`); a worker that has the activity brings them back, each as the message that it was.
+waits, visibly (`ledger.operations`); a worker that has the activity brings them back, each as the message that it was.
 """
 
 import os

@@ -174,7 +174,7 @@ async def enter_leg2(
 ) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
-    The message's content is kept with it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
+    The message's content is kept with it: a retry of the job goes on with it (`ledger.operations`). Raises `Forbidden`
     before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
     is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, or,
     of a message that has closed the job, for one more than `most_completions`, `Held`, `Inactive` and `Missing`.

@@ -38,7 +38,7 @@ from postroom.delivery.agents.turns import Turns
 from postroom.delivery.consumer import Attempts
 from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.nats import USUAL_PAYLOAD
-from postroom.delivery.publishing import Outgoing, Place
+from postroom.delivery.publication import Outgoing, Place
 from postroom.delivery.settings import AGENT_MAX_DELIVER, AgentSettings, RecordSettings
 from postroom.delivery.streams import covers
 from postroom.retry_policy import policy_of

@@ -31,8 +31,8 @@ from postroom.chassis.postgres import Connection, Pool, close_pool, connected, m
 from postroom.claims import Dead, Later, Outcome
 from postroom.delivery.message import MESSAGE_ID, Delivery
 from postroom.delivery.nats import USUAL_PAYLOAD
-from postroom.delivery.publishing import Outgoing, Place
-from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
+from postroom.delivery.publication import Outgoing, Place
+from postroom.delivery.publication.postgres import EVENTS, PostgresSource
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 from postroom.delivery.subjects import EventSubject, event_subject, known_subject
 from postroom.flow import Flow, check_flow

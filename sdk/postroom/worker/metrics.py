@@ -16,8 +16,8 @@ from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.http.inbox_messages import Backlog
 from postroom.delivery.http.webhooks import Webhooks
-from postroom.delivery.publishing.publisher import Publisher
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication.publisher import Publisher
+from postroom.delivery.publication.record import Record
 from postroom.worker.jobs import Jobs
 from postroom.worker.orphans import OrphanCheck
 

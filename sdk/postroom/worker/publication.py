@@ -35,13 +35,13 @@ from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.programs import latency_totals
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, PostgresSource, sources_of
-from postroom.delivery.publishing.publisher import Bell, Publisher
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS, LETTERS, PostgresSource, sources_of
+from postroom.delivery.publication.publisher import Bell, Publisher
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
-from postroom.ledger.operating import JobRetention
+from postroom.ledger.operations import JobRetention
 from postroom.worker.config import SourceSection, WorkerConfig, check_distinct
 from postroom.worker.jobs import Jobs
 from postroom.worker.metrics import of_publication

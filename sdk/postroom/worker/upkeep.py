@@ -23,9 +23,9 @@ from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import find_begun
-from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
-from postroom.delivery.publishing.record import Record, WorkQueues
+from postroom.delivery.publication.link import Audit, Link
+from postroom.delivery.publication.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
+from postroom.delivery.publication.record import Record, WorkQueues
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import (
     Reconciled,

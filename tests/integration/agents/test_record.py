@@ -21,8 +21,8 @@ from postroom.delivery.agents.outgoing import AgentPublisher
 from postroom.delivery.agents.replay import verify
 from postroom.delivery.agents.store import QUERIES, Mark, Owner, Store
 from postroom.delivery.nats import connect
-from postroom.delivery.publishing import Outgoing, Search
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publication import Outgoing, Search
+from postroom.delivery.publication.link import Link
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import ensure_stream
 

@@ -11,7 +11,7 @@ import pytest
 from support.waiting import until
 
 from broker.database import QUERIES
-from postroom.delivery.publishing.publisher import CHANNEL
+from postroom.delivery.publication.publisher import CHANNEL
 
 Message = Callable[..., dict[str, Any]]
 

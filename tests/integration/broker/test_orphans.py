@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, Table, drop_failing, list_dropped, list_failing
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS, Table, drop_failing, list_dropped, list_failing
 from postroom.worker.orphans import find_orphans
 
 KEPT = timedelta(days=30)

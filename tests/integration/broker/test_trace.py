@@ -11,7 +11,7 @@ import pytest
 
 from broker.retention import Sweeper
 from broker.trace import QUERIES
-from postroom.ledger.operating import QUERIES as LEDGER
+from postroom.ledger.operations import QUERIES as LEDGER
 
 BIG = {
     "client_message_dedupe",

@@ -19,7 +19,7 @@ from support.waiting import until
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publication.link import Link
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import NotPermitted, Unavailable
 

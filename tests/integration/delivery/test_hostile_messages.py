@@ -19,8 +19,8 @@ from postroom.delivery import ROOM
 from postroom.delivery.consumer import Consumer
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
-from postroom.delivery.publishing.link import ADVISORIES, Audit
-from postroom.delivery.publishing.record import message_id_at
+from postroom.delivery.publication.link import ADVISORIES, Audit
+from postroom.delivery.publication.record import message_id_at
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -16,7 +16,7 @@ from support.traces import TRACE, attributes, parent_of
 
 from postroom.flow import Context, Flow, Job
 from postroom.ledger.engine import Engine, TryLater
-from postroom.ledger.operating import retry_job
+from postroom.ledger.operations import retry_job
 from postroom.ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
 from postroom.retry_policy import RetryPolicy
 

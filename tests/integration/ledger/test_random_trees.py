@@ -21,7 +21,7 @@ from support.ledgers import LEASE, Jobs, mark, seed_guid
 
 from postroom._wire import digits
 from postroom.flow import Context, Flow, Job, Step
-from postroom.ledger import operating
+from postroom.ledger import operations
 from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
 from postroom.ledger.legs import HandlerFailed, Running, run_leg1, run_leg2
 from postroom.ledger.primitives import Answer
@@ -151,7 +151,7 @@ class Trees(RuleBasedStateMachine):
         complete = digits.is_set(before["ledger"], digits.LEG1_COMPLETE)
         after = before["ledger"]
         if state == "running" and crash != Crash(0, after=False):
-            after = operating.enter_leg1(after)
+            after = operations.enter_leg1(after)
         if state == "running" and (crash is None or crash.commit > 1 or crash == Crash(1, after=True)):
             after = mark(after, digits.LEG1_COMPLETE)
         assert digits.render(after) == await self.jobs.activity(before["id"])
@@ -185,7 +185,7 @@ class Trees(RuleBasedStateMachine):
             return
         assert fault is None
         if crash != Crash(0, after=False):
-            entered = operating.enter_leg2(before["ledger"])
+            entered = operations.enter_leg2(before["ledger"])
             ledger = (await self.guids())[key]
             ordinal = known.ordinal if known else digits.decode_guid(seed_guid(entered)).ordinal
             assert digits.decode_guid(ledger).ordinal == ordinal

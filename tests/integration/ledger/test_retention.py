@@ -17,7 +17,7 @@ from support.waiting import until_so
 from postroom.chassis.postgres import Pool, migrate
 from postroom.errors import Conflict
 from postroom.ledger import ROOMS
-from postroom.ledger.operating import JobRetention, cancel_job, start
+from postroom.ledger.operations import JobRetention, cancel_job, start
 from postroom.ledger.primitives import Child, Start, fail_activity, finish_job, spawn
 from postroom.worker.config import load_config
 from postroom.worker.publication import open_publication

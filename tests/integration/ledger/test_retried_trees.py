@@ -14,7 +14,7 @@ import pytest
 from support.ledgers import LEASE, Jobs, asking
 
 from postroom.ledger.errors import Duplicate, Fault, Reaction
-from postroom.ledger.operating import retry_job, show_job
+from postroom.ledger.operations import retry_job, show_job
 from postroom.ledger.primitives import (
     Answer,
     Child,

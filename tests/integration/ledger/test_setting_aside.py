@@ -14,7 +14,7 @@ from support.ledgers import LEASE, Jobs
 from postroom._wire.jobs import JobFilter
 from postroom.flow import Context, Flow
 from postroom.ledger.engine import Engine, TryLater
-from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, retry_job, show_job
+from postroom.ledger.operations import cancel_job, count_jobs, find_jobs, retry_job, show_job
 from postroom.ledger.primitives import Answer, Start, fail_activity, start_job
 from postroom.retry_policy import RetryPolicy
 

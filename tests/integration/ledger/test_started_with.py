@@ -9,7 +9,7 @@ import pytest
 from support.ledgers import LEASE, Jobs
 
 from postroom.ledger.errors import Inactive
-from postroom.ledger.operating import retry_job, show_job
+from postroom.ledger.operations import retry_job, show_job
 from postroom.ledger.primitives import (
     Answer,
     Child,

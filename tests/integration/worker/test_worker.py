@@ -29,15 +29,15 @@ from support.waiting import until_so
 from broker.authentication import Member
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database, migrate
-from broker.incoming import Item, check, read_item, split
+from broker.items import Item, check, read_item, split
 from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.message import MAX_BODY_BYTES, prepare
-from postroom.delivery.publishing import Outgoing, Place
-from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.postgres import DELIVERIES, PostgresClaim, PostgresSource
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication import Outgoing, Place
+from postroom.delivery.publication.link import Link
+from postroom.delivery.publication.postgres import DELIVERIES, PostgresClaim, PostgresSource
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 from postroom.worker.upkeep import _CALL_SECONDS
 

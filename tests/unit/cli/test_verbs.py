@@ -23,9 +23,9 @@ from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
 from postroom.delivery import durables
 from postroom.delivery.dead_letters import operations as letters
-from postroom.delivery.publishing import postgres as publishing
+from postroom.delivery.publication import postgres as publication
 from postroom.errors import NotPermitted
-from postroom.ledger import operating as jobs
+from postroom.ledger import operations as jobs
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
 READING |= {"check", "orphan-check", "doctor", "status", "log"}
@@ -116,7 +116,7 @@ TABLES: dict[str, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {
     "dlq": (DEAD_LETTERS.verbs, letters.EFFECTS),
     "jobs": (JOBS.verbs, jobs.EFFECTS),
     "consumer": (CONSUMERS.verbs, durables.EFFECTS),
-    **{f"worker {name}": (noun.verbs, publishing.EFFECTS) for name, noun in UNPUBLISHED.items()},
+    **{f"worker {name}": (noun.verbs, publication.EFFECTS) for name, noun in UNPUBLISHED.items()},
 }
 CHANGING = [f"{words} {verb}" for words, (verbs, _) in TABLES.items() for verb in verbs]
 

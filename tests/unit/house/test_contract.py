@@ -112,7 +112,7 @@ def test_every_code_that_a_server_answers_is_in_the_contract():
     names = ("message", "cloudevents", "names", "nouns", "ids", "once")
     shared = (
         *(f"sdk/postroom/_wire/{name}.py" for name in names),
-        "sdk/postroom/ledger/operating.py",  # what the broker does to jobs
+        "sdk/postroom/ledger/operations.py",  # what the broker does to jobs
         *(f"sdk/postroom/delivery/{name}.py" for name in ("durables", "dead_letters/operations", "http/addresses")),
     )
     answered = {

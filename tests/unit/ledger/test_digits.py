@@ -25,7 +25,7 @@ from postroom._wire.digits import (
 )
 from postroom.errors import InvalidMessage
 from postroom.ledger.errors import Overflow, Reaction
-from postroom.ledger.operating import enter_leg1, enter_leg2
+from postroom.ledger.operations import enter_leg1, enter_leg2
 
 MARKERS = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
 POSSIBLE = {

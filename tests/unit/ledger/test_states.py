@@ -8,7 +8,7 @@ import pytest
 
 from postroom._wire.jobs import JobState
 from postroom._wire.sql import read_sql
-from postroom.ledger.operating import ENDED, Progress, state_of
+from postroom.ledger.operations import ENDED, Progress, state_of
 
 WORDS = {
     "waiting": Progress(0),

@@ -17,7 +17,7 @@ from postroom._wire.words import json_fault
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
 from postroom.delivery.message import Delivery
-from postroom.delivery.publishing import identifying
+from postroom.delivery.publication import identifying
 from postroom.delivery.subjects import CommandSubject, EventSubject, known_subject
 from postroom.errors import InvalidMessage
 

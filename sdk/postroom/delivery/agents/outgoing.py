@@ -34,10 +34,10 @@ from postroom.delivery.agents.store import Mark, Owner, Store, Stored, decode_re
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters import LETTER, letter_id
 from postroom.delivery.nats import end_if_cancelled, most_payload
-from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, identifying
-from postroom.delivery.publishing.link import MOST_HOLES, Link, read_holes
-from postroom.delivery.publishing.publisher import Publisher
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication import Failed, Outgoing, Place, Placed, Search, identifying
+from postroom.delivery.publication.link import MOST_HOLES, Link, read_holes
+from postroom.delivery.publication.publisher import Publisher
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import AgentSettings, NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
 from postroom.errors import PostroomError

@@ -64,7 +64,7 @@ from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Settle, processing
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import Delivery
-from postroom.delivery.publishing import Outgoing
+from postroom.delivery.publication import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
 from postroom.delivery.streams import all_streams, covers, refuse_left_behind
 from postroom.errors import NotFound

@@ -36,7 +36,7 @@ from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema, exit_after, is_full
 from postroom.delivery.agents.envelopes import to_microseconds
-from postroom.delivery.publishing import Placed, Search
+from postroom.delivery.publication import Placed, Search
 from postroom.errors import InvalidMessage
 
 _log = structlog.get_logger(__name__)

@@ -27,7 +27,7 @@ from postroom._wire.unpublished import (
 from postroom.chassis.clock import now
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
-from postroom.delivery.publishing.postgres import (
+from postroom.delivery.publication.postgres import (
     EFFECTS,
     EVENTS,
     LETTERS,

@@ -1,4 +1,4 @@
--- The record of dead letters: keeping one, and what an operator sees and does. Publishing them is publishing/letters.sql.
+-- The record of dead letters: keeping one, and what an operator sees and does. Publishing them is publication/letters.sql.
 
 -- name: keep
 -- One more letter: context, id, subject, time, the letter, its payload; the same death a second time changes nothing.

@@ -15,7 +15,7 @@ import pytest
 from asyncpg import UniqueViolationError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
+from postroom.delivery.publication.postgres import EVENTS, PostgresClaim, PostgresSource
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 SAME_PLACE = (

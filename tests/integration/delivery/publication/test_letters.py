@@ -12,7 +12,7 @@ import pytest
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import StreamedLetter, read_letters
 from postroom.delivery.dead_letters.operations import LetterOperations, count_letters
-from postroom.delivery.publishing.postgres import EVENTS, LETTERS
+from postroom.delivery.publication.postgres import EVENTS, LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import Unavailable
 

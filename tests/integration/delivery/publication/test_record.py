@@ -14,8 +14,8 @@ from support.waiting import until, until_so
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
 from postroom.chassis.clock import now
-from postroom.delivery.publishing.postgres import EVENTS, redrive
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication.postgres import EVENTS, redrive
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import RecordSettings
 
 

@@ -17,7 +17,7 @@ from support.zygote import Piped
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
-from postroom.delivery.publishing.postgres import LETTERS
+from postroom.delivery.publication.postgres import LETTERS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from postroom.delivery.publishing.postgres import EVENTS, drop_failing, list_dropped, list_failing
+from postroom.delivery.publication.postgres import EVENTS, drop_failing, list_dropped, list_failing
 
 
 async def drain(office: Any) -> None:

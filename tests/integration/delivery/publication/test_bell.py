@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 from support.waiting import until, until_so
 
-from postroom.delivery.publishing.postgres import EVENTS, PostgresClaim, PostgresSource
-from postroom.delivery.publishing.publisher import CHANNEL, Bell
+from postroom.delivery.publication.postgres import EVENTS, PostgresClaim, PostgresSource
+from postroom.delivery.publication.publisher import CHANNEL, Bell
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 PATIENT = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=60)

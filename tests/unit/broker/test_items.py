@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import incoming
-from broker.incoming import Checked, Item, Malformed, check, event, read_item, split
+from broker import items
+from broker.items import Checked, Item, Malformed, check, event, read_item, split
 from postroom._wire.message import Envelope, check_envelope
 from postroom.errors import InvalidMessage
 
 LIMIT = 1000  # bytes of a body
-BOTH_WAYS = pytest.mark.parametrize("divide", [split, incoming._one_by_one])
+BOTH_WAYS = pytest.mark.parametrize("divide", [split, items._one_by_one])
 LONG = {"a": ["]", '",'], "b": "x" * 300_000}  # longer than what is passed over at once
 
 json_values = st.recursive(
@@ -48,11 +48,11 @@ def item_of(message: Any, fingerprint: bytes = bytes(32)) -> Item:
 
 
 @BOTH_WAYS
-@given(st.binary() | json_values.map(encode) | st.lists(json_values).map(lambda items: encode({"messages": items})))
+@given(st.binary() | json_values.map(encode) | st.lists(json_values).map(lambda values: encode({"messages": values})))
 def test_any_body_is_a_batch_or_refused(divide: Callable[[bytes, int], Iterator[msgspec.Raw]], body: bytes) -> None:
     with suppress(InvalidMessage):
-        items = [read_item(position, raw) for position, raw in enumerate(divide(body, 1000))]
-        assert all(isinstance(item, (Item, Malformed)) for item in items)
+        found = [read_item(position, raw) for position, raw in enumerate(divide(body, 1000))]
+        assert all(isinstance(item, (Item, Malformed)) for item in found)
 
 
 @BOTH_WAYS
@@ -102,7 +102,7 @@ def test_a_message_is_found_before_the_next_one_is_looked_at() -> None:
 
 
 def test_a_large_batch_is_never_split_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming, "_decode_request", lambda _: pytest.fail("all of it was decoded"))
+    monkeypatch.setattr(items, "_decode_request", lambda _: pytest.fail("all of it was decoded"))
 
     assert len(list(split(encode({"messages": [{"body": "x" * 100_000}] * 30}), 30))) == 30
 

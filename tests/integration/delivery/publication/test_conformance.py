@@ -22,11 +22,11 @@ from postroom.delivery.agents.store import NO_HASH, Changes, Owner, Store, encod
 from postroom.delivery.agents.store import Event as StoredEvent
 from postroom.delivery.agents.store import Record as Event
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.publishing import Outgoing, Place, Source, record
-from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.postgres import EVENTS, PostgresSource
-from postroom.delivery.publishing.publisher import Publisher
-from postroom.delivery.publishing.record import Record, WorkQueues
+from postroom.delivery.publication import Outgoing, Place, Source, record
+from postroom.delivery.publication.link import Audit, Link
+from postroom.delivery.publication.postgres import EVENTS, PostgresSource
+from postroom.delivery.publication.publisher import Publisher
+from postroom.delivery.publication.record import Record, WorkQueues
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)

@@ -37,8 +37,8 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publishing import Claim, Failed, Outgoing, Place, Source, Unanswered
-from postroom.delivery.publishing.link import Link, read_holes
+from postroom.delivery.publication import Claim, Failed, Outgoing, Place, Source, Unanswered
+from postroom.delivery.publication.link import Link, read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
 

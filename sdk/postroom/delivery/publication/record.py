@@ -32,8 +32,8 @@ from postroom.chassis.clock import now
 from postroom.chassis.postgres import Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publishing import Placed, Search, Source, message_id
-from postroom.delivery.publishing.link import (
+from postroom.delivery.publication import Placed, Search, Source, message_id
+from postroom.delivery.publication.link import (
     ADVISORIES,
     Audit,
     Floors,
@@ -43,7 +43,7 @@ from postroom.delivery.publishing.link import (
     read_floors,
     read_holes,
 )
-from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked
+from postroom.delivery.publication.postgres import QUERIES, PostgresSource, all_marked
 from postroom.delivery.settings import RecordSettings
 from postroom.delivery.subjects import expression_of
 

@@ -46,7 +46,7 @@ from postroom.ledger.primitives import Start, start_job
 
 _log = structlog.get_logger(__name__)
 
-QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
+QUERIES: Final = load_queries("postroom.ledger", "operations.sql")
 _RETENTION: Final = load_queries("postroom.ledger", "retention.sql")
 ENDED: Final = ("completed", "failed", "cancelled")  # states of a job
 _NOT_FAILED: Final = {

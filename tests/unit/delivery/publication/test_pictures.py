@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.js.api import RetentionPolicy, StreamConfig, StreamInfo, StreamState
 
-from postroom.delivery.publishing.link import Streams, _picture
+from postroom.delivery.publication.link import Streams, _picture
 
 
 def info(*subjects: str, messages: int = 5, size: int = 500, **config: Any) -> StreamInfo:

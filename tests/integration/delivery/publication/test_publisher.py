@@ -22,7 +22,7 @@ from support.waiting import until, until_so
 from embedded import EmbeddedNats
 from postroom.chassis.postgres import open_rooms
 from postroom.delivery import ROOM
-from postroom.delivery.publishing.postgres import EVENTS, LETTERS, list_failing
+from postroom.delivery.publication.postgres import EVENTS, LETTERS, list_failing
 from postroom.delivery.settings import PublisherSettings
 
 UNMARK = (

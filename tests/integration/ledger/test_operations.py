@@ -16,7 +16,7 @@ from support.ledgers import LEASE, Jobs, asking
 from postroom._wire.jobs import JobCompleted, JobFailed, JobFilter, JobOperated, JobStarted, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
-from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, retry_job, show_job, start
+from postroom.ledger.operations import QUERIES, cancel_job, find_jobs, retry_job, show_job, start
 from postroom.ledger.primitives import (
     Answer,
     Child,

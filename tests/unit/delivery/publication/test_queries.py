@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from postroom.delivery import publishing
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, QUERIES
+from postroom.delivery import publication
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS, LETTERS, QUERIES
 
-SOURCE = "".join(file.read_text() for file in Path(publishing.__file__).parent.glob("*.py"))
+SOURCE = "".join(file.read_text() for file in Path(publication.__file__).parent.glob("*.py"))
 DROPPED = {"drop", "list_dropped"}  # dead letters have verbs of their own
 ONLY_EVENTS = {"prune"}  # deliveries go with their messages
 ONLY_DELIVERIES = {"has_broker", "horizon", "list_meshes"}
@@ -21,7 +21,7 @@ def test_deliveries_and_letters_are_published_by_the_same_queries_as_events() ->
 
 
 def test_every_query_is_used() -> None:
-    upkeep = (Path(publishing.__file__).parents[2] / "worker/upkeep.py").read_text()
+    upkeep = (Path(publication.__file__).parents[2] / "worker/upkeep.py").read_text()
     queries = {*EVENTS.queries, *DELIVERIES.queries, *LETTERS.queries, *QUERIES}
     found = {name for name in queries if re.search(rf'"{name}"', SOURCE + upkeep)}
     found |= {f"find_{loss}" for loss in re.findall(r'"(\w+)"', SOURCE)}

@@ -34,7 +34,7 @@ from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import within
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
-from postroom.delivery.publishing import Outgoing, Place, Unanswered
+from postroom.delivery.publication import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.delivery.subjects import expression_of

@@ -18,10 +18,10 @@ from support.waiting import until_so
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
 from postroom.chassis.clock import now
-from postroom.delivery.publishing import record as module
-from postroom.delivery.publishing.link import Audit, Link
-from postroom.delivery.publishing.postgres import EVENTS, redrive
-from postroom.delivery.publishing.record import WorkQueues
+from postroom.delivery.publication import record as module
+from postroom.delivery.publication.link import Audit, Link
+from postroom.delivery.publication.postgres import EVENTS, redrive
+from postroom.delivery.publication.record import WorkQueues
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 
 SECONDS = 60

@@ -41,8 +41,8 @@ from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
 from postroom.delivery.message import history_message
-from postroom.delivery.publishing import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
-from postroom.delivery.publishing.link import Holes
+from postroom.delivery.publication import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
+from postroom.delivery.publication.link import Holes
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 from postroom.delivery.subjects import expression_of
 

@@ -152,7 +152,7 @@ class Broker(NamedTuple):
             await connection.close()
 
 
-def reckon(reported: Reported, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
+def compare(reported: Reported, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
     """Count everything, and compare it with what was `meant`. The daemon must have stopped."""
     outbox = Outbox.read(outbox_file, reported)
     broker = asyncio.run(Broker.read(database_url, reported))

@@ -21,10 +21,10 @@ from postroom._wire.dead_letters import DeadLetter
 from postroom.chassis.postgres import Pool, migrate, open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.dead_letters import RecordedLetters
-from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.postgres import EVENTS, PostgresSource, Table
-from postroom.delivery.publishing.publisher import Publisher
-from postroom.delivery.publishing.record import Record
+from postroom.delivery.publication.link import Link
+from postroom.delivery.publication.postgres import EVENTS, PostgresSource, Table
+from postroom.delivery.publication.publisher import Publisher
+from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 _contexts = count(1)

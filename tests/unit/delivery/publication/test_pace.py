@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from postroom.delivery.publishing.publisher import Pace
+from postroom.delivery.publication.publisher import Pace
 
 
 def test_before_anything_came_it_rests_longest() -> None:
