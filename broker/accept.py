@@ -49,7 +49,7 @@ _REUSED: Final = "idempotency_key_reused"
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Accepting:
+class AcceptService:
     """Answers batches; one for the whole process."""
 
     def __init__(self, store: AcceptStore, limiter: Limiter, metrics: Metrics, config: BrokerConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from broker.accept import Accepting
+from broker.accept import AcceptService
 from broker.administration import Administration, Destinations, Operators, Webhooks
 from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
@@ -76,7 +76,7 @@ class Services:
     config: BrokerConfig
     database: Database
     authentication: Authentication
-    accepting: Accepting
+    accepting: AcceptService
     limiter: Limiter
     metrics: Metrics
     health: Health

@@ -28,7 +28,7 @@ import asyncpg
 import msgspec
 from aiohttp import web
 
-from broker.accept import Accepting, answer_taken
+from broker.accept import AcceptService, answer_taken
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from broker.operator import missing
@@ -198,7 +198,7 @@ def _reader(principal: Principal) -> int | None:
 class LookUp:
     """Answers for ids; one for the whole process."""
 
-    def __init__(self, database: Database, accepting: Accepting) -> None:
+    def __init__(self, database: Database, accepting: AcceptService) -> None:
         self._database = database
         self._accepting = accepting
 

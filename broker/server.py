@@ -14,7 +14,7 @@ import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from broker.accept import Accepting
+from broker.accept import AcceptService
 from broker.app import Services, build
 from broker.authentication import Authentication, read_admin_token
 from broker.config import BrokerConfig
@@ -87,7 +87,7 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
             config=config,
             database=database,
             authentication=Authentication(database, admin_token),
-            accepting=Accepting(store, limiter, metrics, config),
+            accepting=AcceptService(store, limiter, metrics, config),
             limiter=limiter,
             metrics=metrics,
             health=Health(database, limiter, metrics, needs_redis=config.limiter.on_error == "closed"),

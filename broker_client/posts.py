@@ -107,7 +107,7 @@ class Suspects:
         ]
 
 
-class Posting:
+class Poster:
     """Posts batches and settles them; it shares `Availability` and `Suspects` with the relay's loop."""
 
     def __init__(

@@ -22,7 +22,7 @@ from broker_client.channel import RequestFailed
 from broker_client.features import HOUR, Comparison, FeatureCheck
 from broker_client.link import BrokerLink
 from broker_client.pace import Availability, Controls
-from broker_client.posts import STORAGE_SECONDS, Posting
+from broker_client.posts import STORAGE_SECONDS, Poster
 from broker_client.settings import RelaySettings
 from outbox import ClaimedRow, Outbox, to_datetime
 from postroom._wire.accept import Features
@@ -65,7 +65,7 @@ class Relay:
         rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._availability = Availability(settings, rng)
         self._wake = asyncio.Event()
-        self._posting = Posting(
+        self._poster = Poster(
             outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep, ended=self._wake.set
         )
         self.comparison = Comparison(outbox, link, clock=clock)
@@ -170,7 +170,7 @@ class Relay:
     @property
     def counters(self) -> RelayCounters:
         """What was counted since the process started."""
-        return self._posting.counters
+        return self._poster.counters
 
     async def controls_changed(self) -> None:
         """Read the controls again: an operator paused, resumed or set a rate; `status` shows it from here on."""
@@ -194,7 +194,7 @@ class Relay:
         outage = self._availability.probing and self._ready_pauses != self._availability.pauses
         if self._ready and (self._controls.paused or outage):
             rows = self._take_ready()
-            self._start(self._posting.settle([returned(row) for row in rows]), rows)
+            self._start(self._poster.settle([returned(row) for row in rows]), rows)
         if (seconds := self._hold_seconds()) > 0:
             await self._wait(seconds)
         elif self._availability.features_due or self._check.is_due():
@@ -202,7 +202,7 @@ class Relay:
         elif self._ready:
             batch = self._ready.popleft()
             self._posted_at = self._clock()
-            self._start(self._posting.relay(batch), batch)
+            self._start(self._poster.relay(batch), batch)
         elif not await self._claim_rows():
             seconds = min(self._controls.wait_seconds(self._clock()), self._check.fresh_seconds())
             await self._wait(seconds, for_work=True)
@@ -210,7 +210,7 @@ class Relay:
 
     async def _gather(self) -> None:
         """Let more work come while a post is under way, and shortly after one began."""
-        if self._posting.under_way:
+        if self._poster.under_way:
             await _first_of(self._wake.wait(), self._sleep(GATHER_SECONDS))
         if 0 <= (passed := self._clock() - self._posted_at) < APART_MS:
             await self._sleep((APART_MS - passed) / 1000)
@@ -263,7 +263,7 @@ class Relay:
         fresh, beyond = self._controls.admit([row for row in due if row.age_from >= oldest], now)
         undated, dead = (early, old) if self._may_expire(now) else ([*early, *old], [])
         self._availability.features_due = self._availability.features_due or bool(undated)
-        batches = self._posting.suspects.divide(fresh)
+        batches = self._poster.suspects.divide(fresh)
         first, others = (batches[:1], batches[1:]) if self._availability.probing else (batches, [])
         self._ready.extend(first)
         beyond += [row for batch in others for row in batch]
@@ -275,7 +275,7 @@ class Relay:
             *map(returned, beyond),
         ]
         if settlements:
-            self._start(self._posting.settle(settlements), [*dead, *undated, *beyond])
+            self._start(self._poster.settle(settlements), [*dead, *undated, *beyond])
 
     def _take_ready(self) -> list[ClaimedRow]:
         rows = [row for batch in self._ready for row in batch]

@@ -272,7 +272,7 @@ class Count(NamedTuple):
         return text + (f", {counted(self.blank, 'blank line')} skipped" if self.blank else "")
 
 
-class Sending:
+class BulkSend:
     """One run over a file or pipe; `count` is right at every moment, an interrupted run's too."""
 
     def __init__(
@@ -330,11 +330,11 @@ def send_lines(
 ) -> None:
     """Send every line of `stream` and say how many ended how; exit code 1 where any failed."""
     with_daemon(socket, lambda client: client.version())  # an absent daemon is said soon, before a line is read
-    sending = Sending(stream, parse, errors, as_json=as_json)
+    bulk = BulkSend(stream, parse, errors, as_json=as_json)
     try:
         with progress(size_of(stream), as_json=as_json) as show:
-            with_daemon(socket, lambda client: sending.run(client, show), patience=PATIENCE)
+            with_daemon(socket, lambda client: bulk.run(client, show), patience=PATIENCE)
     finally:
-        note(str(sending.count)) if as_json else line(str(sending.count))
-    if sending.count.failed:
+        note(str(bulk.count)) if as_json else line(str(bulk.count))
+    if bulk.count.failed:
         raise SystemExit(Exit.FAILED)

@@ -83,7 +83,7 @@ class Receiver:
         self._connection: Client | None = None
         self._consumer: Consumer | None = None
         self._pulling: asyncio.Task[None] | None = None
-        self._filing: Filing | None = None
+        self._handler: InboxHandler | None = None
         self._member: str | None = None  # whose messages are being pulled
         self._trouble: str | None = "it is being opened"
         self._stopping = False
@@ -98,8 +98,8 @@ class Receiver:
         """Return what keeps messages from arriving, None where nothing does."""
         if self._trouble is not None:
             return self._trouble
-        if self._filing is not None and self._filing.trouble is not None:
-            return self._filing.trouble
+        if self._handler is not None and self._handler.trouble is not None:
+            return self._handler.trouble
         if self._member is None:
             return "the broker has not yet said which member the token belongs to"
         if self._connection is None or not self._connection.is_connected:
@@ -137,8 +137,8 @@ class Receiver:
                     await asyncio.wait({pulling})  # once its connection is closed it may be cancelled
 
     async def _stop_consumer(self, grace_seconds: float) -> None:
-        if self._filing is not None:
-            self._filing.stop()
+        if self._handler is not None:
+            self._handler.stop()
         if self._consumer is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_seconds):
@@ -160,11 +160,11 @@ class Receiver:
 
     async def _pull(self, inbox: Inbox) -> None:
         member = self._member = await self._token_member()
-        self._filing = Filing(inbox, self._mesh, self.counters)
+        self._handler = InboxHandler(inbox, self._mesh, self.counters)
         self._connection = await connect(self._nats, name=f"postroomd {self._mesh} {member}")
         try:
             js = self._connection.jetstream()
-            self._consumer = FileConsumer(js, inbox, self._filing, mesh=self._mesh, member=member)
+            self._consumer = FileConsumer(js, inbox, self._handler, mesh=self._mesh, member=member)
             try:
                 await self._consumer.run()
             finally:  # also where another part of the inbox failed: what is in hand goes back to the stream
@@ -262,7 +262,7 @@ class FilingCounters(msgspec.Struct):
     refused: int = 0  # were malformed
 
 
-class Filing:
+class InboxHandler:
     """Files batches: one transaction each, and `Done` only after its commit (docs/contract/delivery.md#delivery-80).
 
     A message that was filed before is recognised by its key in the file, so a batch that is redelivered is harmless.

@@ -27,7 +27,7 @@ from outbox.settled import Prune, following, last_id, read_salt
 from outbox.transaction import Operation, Space, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store
 from postroom.chassis.sqlite import QUERIES, is_full, transaction
-from postroom.chassis.store import Outcome, Waiting
+from postroom.chassis.store import Outcome, Submission
 from postroom.errors import PostroomError
 
 _WARN_AT: Final = 0.8  # of max_bytes
@@ -52,14 +52,14 @@ class Queue(store.Queue):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._lines: dict[int | None, deque[Waiting]] = {}  # the thread's own
+        self._lines: dict[int | None, deque[Submission]] = {}  # the thread's own
         self._clock = clock
         self._callers: dict[int, float] = {}  # when each was last seen
 
     def __bool__(self) -> bool:
         return bool(self._arrived or self._lines)
 
-    def take(self, most: int) -> list[Waiting]:
+    def take(self, most: int) -> list[Submission]:
         """Take operations of `most` rows together, and at least one, each caller's first, then each one's next.
 
         They are returned in the order in which they came, behind the patient ones.
@@ -68,7 +68,7 @@ class Queue(store.Queue):
         if len(self._lines) == 1:
             return self.take_patient() + self._take_of_one(most)
         most_each = min(most, PART_ROWS) if len(self._callers) > 1 else most
-        group: list[Waiting] = []
+        group: list[Submission] = []
         taken: dict[int | None, int] = {}
         rows = 0
         going = True
@@ -88,7 +88,7 @@ class Queue(store.Queue):
                 going = True
         return self.take_patient() + sorted(group, key=itemgetter(0))
 
-    def _take_of_one(self, most: int) -> list[Waiting]:
+    def _take_of_one(self, most: int) -> list[Submission]:
         """Take operations where only one caller waits."""
         ((caller, line),) = self._lines.items()
         group = [line.popleft()]
@@ -100,7 +100,7 @@ class Queue(store.Queue):
             del self._lines[caller]
         return group
 
-    def drain(self) -> Iterator[Waiting]:
+    def drain(self) -> Iterator[Submission]:
         """Take everything."""
         self.flush()
         self._sort()

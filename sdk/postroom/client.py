@@ -251,10 +251,10 @@ class AsyncClient(Calls):
         A connection that breaks is opened again, and the stream resumes where it was: nothing is lost or repeated.
         Raises when there was no answer for `patience` seconds (default: the client's own).
         """
-        from postroom._wire.events import Following  # noqa: PLC0415 - the same
+        from postroom._wire.events import EventStream  # noqa: PLC0415 - the same
 
         seconds = self._patience_seconds if patience is None else check_wait(patience, "patience")
-        following = Following(self._transport, query or EventsQuery(), after, Patience(seconds))
+        following = EventStream(self._transport, query or EventsQuery(), after, Patience(seconds))
         async with aclosing(following.messages()) as messages:
             async for message in messages:
                 yield message

@@ -32,7 +32,7 @@ import msgspec
 import structlog
 import ulid
 
-from broker.accept import Accepting
+from broker.accept import AcceptService
 from broker.app import Services
 from broker.authentication import Authentication, Member, digest
 from broker.config import BrokerConfig
@@ -246,7 +246,7 @@ class World:
             config=config,
             database=database,
             authentication=Authentication(database, None),
-            accepting=Accepting(accept, limiter, metrics, config),
+            accepting=AcceptService(accept, limiter, metrics, config),
             limiter=limiter,
             metrics=metrics,
             health=Health(database, limiter, metrics, needs_redis=False),

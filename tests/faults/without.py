@@ -21,11 +21,11 @@ _LATE: Final = 0.01  # seconds after the answer
 def commit_before_answer() -> None:
     """Answer what waits for a group, and commit it a moment later."""
     from postroom.chassis.sqlite import QUERIES
-    from postroom.chassis.store import Outcome, Store, Waiting
+    from postroom.chassis.store import Outcome, Store, Submission
 
     commit = Store._commit
 
-    def answer_first(self: Store, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
+    def answer_first(self: Store, group: list[Submission], db: sqlite3.Connection) -> list[Outcome]:
         statement, QUERIES["commit"] = QUERIES["commit"], "SELECT 1"
         try:
             outcomes = commit(self, group, db)

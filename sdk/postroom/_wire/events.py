@@ -14,7 +14,7 @@ SILENCE_SECONDS: Final = 60.0  # without even a heartbeat, after which the conne
 _LONGEST_LINE: Final = 8 * MAX_BODY_BYTES  # of one message's JSON
 
 
-class Following:
+class EventStream:
     """One stream of messages, over as many connections as it takes."""
 
     def __init__(self, transport: Transport, query: EventsQuery, after: int | None, patience: Patience) -> None:

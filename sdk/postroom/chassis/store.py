@@ -236,7 +236,7 @@ class Write(NamedTuple):
     size: int  # bytes that it adds to the log, about
 
 
-class Waiting(NamedTuple):
+class Submission(NamedTuple):
     """An operation, and the future of its caller."""
 
     number: int  # in the order of arrival
@@ -249,8 +249,8 @@ class Queue:
 
     def __init__(self) -> None:
         self._number = 0
-        self._arrived: deque[Waiting] = deque()
-        self._patient: deque[Waiting] = deque()  # go with whatever comes next
+        self._arrived: deque[Submission] = deque()
+        self._patient: deque[Submission] = deque()  # go with whatever comes next
 
     def __bool__(self) -> bool:
         return bool(self._arrived)
@@ -258,13 +258,13 @@ class Queue:
     def append(self, operation: Any, future: asyncio.Future[Any], *, patient: bool = False) -> None:
         """Put an operation at the end; a patient one waits for another."""
         self._number += 1
-        (self._patient if patient else self._arrived).append(Waiting(self._number, operation, future))
+        (self._patient if patient else self._arrived).append(Submission(self._number, operation, future))
 
     def flush(self) -> None:
         """Make the patient ones wait no longer."""
         self._arrived.extend(self.take_patient())
 
-    def take_patient(self) -> list[Waiting]:
+    def take_patient(self) -> list[Submission]:
         """Take the patient ones."""
         taken = []
         with contextlib.suppress(IndexError):  # the loop and the thread may take at once
@@ -272,11 +272,11 @@ class Queue:
                 taken.append(self._patient.popleft())
         return taken
 
-    def take(self, most: int) -> list[Waiting]:
+    def take(self, most: int) -> list[Submission]:
         """Take the next group, of `most` operations and the patient ones."""
         return self.take_patient() + [self._arrived.popleft() for _ in range(min(most, len(self._arrived)))]
 
-    def drain(self) -> Iterable[Waiting]:
+    def drain(self) -> Iterable[Submission]:
         """Take everything."""
         return self.take(len(self._arrived))
 
@@ -570,7 +570,7 @@ class Store:
                 return status.st_size
         raise Moved("it was removed or replaced while it was open, so put it back")
 
-    def _commit(self, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
+    def _commit(self, group: list[Submission], db: sqlite3.Connection) -> list[Outcome]:
         """Run the group in one transaction, or each alone where that fails; raises where the file is to blame."""
         try:
             return self._transact(db, [waiting.operation for waiting in group])
@@ -630,7 +630,7 @@ class Store:
         self._waiting.flush()
         self._wake.set()
 
-    def _answer(self, group: list[Waiting], outcomes: list[Outcome]) -> None:
+    def _answer(self, group: list[Submission], outcomes: list[Outcome]) -> None:
         """Pass on what became of each operation of a committed group."""
         if group:
             self.transactions += 1
@@ -638,7 +638,7 @@ class Store:
             for waiting, outcome in zip(group, outcomes, strict=True):
                 _settle(waiting.future, outcome)
 
-    def _fail(self, group: list[Waiting], error: Exception) -> None:
+    def _fail(self, group: list[Submission], error: Exception) -> None:
         """Fail every operation that waits, and take nothing any more."""
         for waiting in (*group, *self._waiting.drain()):
             _settle(waiting.future, self._answers.unknown(self.path, error))

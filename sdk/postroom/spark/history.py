@@ -288,14 +288,14 @@ async def _copy(
             await connection.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
         if before is not None:
             await before(connection)
-        gathering = _Gathering(put)
+        blocks = _Blocks(put)
         await connection.copy_from_query(
-            query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
+            query, *arguments, output=blocks.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
         )
-        await gathering.flush()
+        await blocks.flush()
 
 
-class _Gathering:
+class _Blocks:
     """Gathers the rows that Postgres sends (always whole: a protocol message for each) into blocks."""
 
     def __init__(self, put: Callable[[bytes], Awaitable[None]]) -> None:

@@ -42,7 +42,7 @@ def reached(here):
         if calls == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-transact, handle = Transactor.transact, filing.Filing.handle
+transact, handle = Transactor.transact, filing.InboxHandler.handle
 
 def commit(self, db, group):
     reached("before-commit")
@@ -58,7 +58,7 @@ async def handled(self, batch, settle):
         reached("after-settle")
     await handle(self, batch, settled)
 
-Transactor.transact, filing.Filing.handle = commit, handled
+Transactor.transact, filing.InboxHandler.handle = commit, handled
 sys.exit(main([]))
 """
 

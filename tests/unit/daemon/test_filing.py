@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from support.inboxes import message
 
-from daemon.receiver import Filing, FilingCounters, consumer_settings
+from daemon.receiver import FilingCounters, InboxHandler, consumer_settings
 from inbox import Inbox
 from postroom.claims import Dead, Done, Outcome
 from postroom.delivery.message import Delivery
@@ -40,8 +40,8 @@ async def test_a_batch_is_done_once_it_is_filed_and_what_makes_no_sense_is_dead(
     unnumbered = msgspec.json.encode(message(9, history_id=0))
     odd = [delivery(7, b"{}"), delivery(8, foreign), delivery(9, unnumbered)]
     async with await Inbox.open(tmp_path) as inbox:
-        await Filing(inbox, "demo", counters).handle([*batch(1, 2), *odd, *batch(3)], settled)
-        await Filing(inbox, "demo", counters).handle(batch(3, 4), settled)
+        await InboxHandler(inbox, "demo", counters).handle([*batch(1, 2), *odd, *batch(3)], settled)
+        await InboxHandler(inbox, "demo", counters).handle(batch(3, 4), settled)
     assert {number for number, outcome in settled.outcomes.items() if outcome == Done()} == {1, 2, 3, 4}
     assert {number for number, outcome in settled.outcomes.items() if isinstance(outcome, Dead)} == {7, 8, 9}
     assert counters == FilingCounters(filed=4, known=1, refused=3)
@@ -60,7 +60,7 @@ async def test_a_batch_waits_in_hand_while_the_disk_is_full(tmp_path: Path) -> N
             if len(naps) == 3:
                 await connection.run(lambda db: db.execute("PRAGMA max_page_count = 100000"))
 
-        filing = Filing(inbox, "demo", FilingCounters(), sleep=nap)
+        filing = InboxHandler(inbox, "demo", FilingCounters(), sleep=nap)
         large = delivery(1, msgspec.json.encode(message(1, body="x" * 100_000)))
         await filing.handle([large], settled)
     assert settled.outcomes == {1: Done()}
@@ -77,7 +77,7 @@ async def test_a_batch_that_waits_goes_back_when_the_daemon_stops(tmp_path: Path
         async def stop(_: float) -> None:
             filing.stop()
 
-        filing = Filing(inbox, "demo", FilingCounters(), sleep=stop)
+        filing = InboxHandler(inbox, "demo", FilingCounters(), sleep=stop)
         large = delivery(2, msgspec.json.encode(message(2, body="x" * 100_000)))
         await asyncio.wait_for(filing.handle([large], settled), 20)
     assert 2 not in settled.outcomes

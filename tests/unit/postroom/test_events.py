@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 from support.inboxes import message
 
-from postroom._wire.events import Following
+from postroom._wire.events import EventStream
 from postroom._wire.retry import Patience
 from postroom._wire.sends import EventsQuery, InboxMessage
 from postroom._wire.transport import Peer, Transport
 
 
-def following() -> Following:
+def following() -> EventStream:
     nobody: Any = None
     transport = Transport(nobody, "http://localhost", Peer("daemon", "here", "start one"), 1.0)
-    return Following(transport, EventsQuery(), None, Patience(0))
+    return EventStream(transport, EventsQuery(), None, Patience(0))
 
 
 def event(number: int) -> list[bytes]:

@@ -153,7 +153,7 @@ class Decision(NamedTuple):
         return self.drafts[0].role
 
 
-class Deciding:
+class Decider:
     """Runs one agent, one message after another."""
 
     def __init__(self, agent: Agent[Any], emitter: Emitter, receive_seconds: float) -> None:

@@ -32,7 +32,7 @@ from postroom.agent import Agent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.agents import database
-from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
+from postroom.delivery.agents.decisions import Decider, Decision, Emitter
 from postroom.delivery.agents.envelopes import (
     ENTITY_ID,
     Scope,
@@ -134,7 +134,7 @@ class AgentRuntime:
         self.publisher = publishing(store, turns, self._owner, self.counters, clock)
         self._memory = memory
         emitter = Emitter(type(agent), self._owner, self.publisher.most_bytes)
-        self._deciding = Deciding(agent, emitter, settings.receive_seconds)
+        self._decider = Decider(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
         self._wake = asyncio.Event()
@@ -208,7 +208,7 @@ class AgentRuntime:
     @property
     def trouble(self) -> str | None:
         """Return what keeps it from handling messages now."""
-        return self._deciding.trouble or self.publisher.trouble
+        return self._decider.trouble or self.publisher.trouble
 
     @property
     def position(self) -> int:
@@ -340,7 +340,7 @@ class AgentRuntime:
             group.settled.append((job, Dead(MAX_DELIVER, tried.last_error, tried.attempts)))
             return
         begun = Begun(delivery.message_id, tried.attempts + 1)
-        self._deciding.set_attempt(tried)
+        self._decider.set_attempt(tried)
         self._underway.begin(begun)
         try:
             scope, state = scope_of(delivery, self._own), group.memory.state
@@ -348,10 +348,10 @@ class AgentRuntime:
                 envelope = received(delivery, scope, group.tick)
                 version = group.version(envelope.entity_id)
                 with processing(delivery, self._owner.agent, begun.number):
-                    decision = await self._deciding.decide(delivery.subject, envelope, state, version)
+                    decision = await self._decider.decide(delivery.subject, envelope, state, version)
             else:
                 _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
-                decision = self._deciding.refuse(delivery.subject, refused(delivery, scope, group.tick), state)
+                decision = self._decider.refuse(delivery.subject, refused(delivery, scope, group.tick), state)
         except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
