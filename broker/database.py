@@ -116,9 +116,16 @@ class Database:
             async with unavailable_as_503(), self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
                 read_only = await connection.fetchval(QUERIES["is_read_only"])
         except TryAgain as error:
-            if isinstance(error.__cause__, asyncpg.CannotConnectNowError):  # it says why: it starts, or is a standby
-                return f"Postgres cannot be used now ({error.__cause__}): the broker cannot accept messages"
-            return "Postgres does not answer, or refuses the login: the broker cannot accept messages"
+            match error.__cause__:
+                case asyncpg.CannotConnectNowError() as cause:  # it says why: it starts, or is a standby
+                    why = f"cannot be used now ({cause})"
+                case asyncpg.InvalidAuthorizationSpecificationError() | asyncpg.InvalidCatalogNameError():
+                    why = "refuses the login"
+                case asyncpg.TooManyConnectionsError():
+                    why = "takes no more connections"
+                case _:
+                    why = "does not answer"
+            return f"Postgres {why}: the broker cannot accept messages"
         return "Postgres is read-only, as a standby is: the broker cannot accept messages" if read_only else None
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from broker.config import LimiterConfig
 from broker.metrics import Metrics
@@ -106,11 +106,6 @@ class Breaker:
         self._failures = 0
         self._closed_until = 0.0
 
-    @property
-    def failing(self) -> bool:
-        """Whether the last try failed."""
-        return self._failures > 0
-
     def may_try(self) -> bool:
         """Return whether the peer may be asked now; the one caller that may after a rest starts the next rest."""
         if self._failures < self._allowed:
@@ -141,18 +136,25 @@ class Limiter:
         self._breaker = breaker
         self._config = config
         self._metrics = metrics
-        self._failure: str | None = None  # of the last try
+        self._failure: Exception | None = None  # of the last try
 
     @property
     def degraded(self) -> str | None:
         """Why Redis does not decide at present, as a sentence; None while it does."""
         if self._redis is None:
             return "no Redis is configured (redis_url): each broker limits by itself"
-        if not self._breaker.failing:
-            return None
+        match self._failure:
+            case None:
+                return None
+            case AuthenticationError() | NoPermissionError():
+                trouble = "Redis refuses the login"
+            case ResponseError():
+                trouble = f"Redis refuses a command ({self._failure})"
+            case _:
+                trouble = "Redis does not answer"
         if self._config.on_error == "local":
-            return "Redis does not answer: each broker limits by itself, at the same rate"
-        return "Redis does not answer: messages wait until it does (limiter.on_error = closed)"
+            return f"{trouble}: each broker limits by itself, at the same rate"
+        return f"{trouble}: messages wait until it does (limiter.on_error = closed)"
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
         """Take a unit for each id; raises `LimiterClosed` without Redis where the config says so."""
@@ -178,14 +180,16 @@ class Limiter:
             async with asyncio.timeout(self._config.timeout_ms / 1000):
                 answer = await question
         except _FAILURES as error:
-            why = str(error) or "no answer in time"
-            if why != self._failure:  # an outage repeats one at every try
+            # what refuses a new connection is the cause of what redis-py raises
+            failure = error.__cause__ if isinstance(error.__cause__, RedisError) else error
+            if str(failure) != str(self._failure):  # an outage repeats one at every try
+                why = str(failure) or "no answer in time"
                 _log.warning("limiter_degraded", error=why, on_error=self._config.on_error)
-            self._failure = why
+            self._failure = failure
             self._breaker.failed()
             self._metrics.limiter_degraded.set(1)
             return None
-        if self._breaker.failing:
+        if self._failure is not None:
             _log.info("limiter_recovered")
         self._failure = None
         self._breaker.succeeded()

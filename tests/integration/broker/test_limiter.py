@@ -151,7 +151,7 @@ async def test_redis_decides_again_when_it_is_back(
         assert (await broker.nobody.get("/ready")).body["status"] == "ok"
 
 
-async def test_a_redis_that_refuses_the_login_after_it_was_stopped_is_known_by_the_log(
+async def test_a_redis_that_refuses_the_login_after_it_was_stopped_is_told_apart(
     on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any
 ) -> None:
     async with start_broker(limited(on_own_redis, breaker_seconds=0.001)) as broker:
@@ -163,11 +163,24 @@ async def test_a_redis_that_refuses_the_login_after_it_was_stopped_is_known_by_t
 
             own_redis.stop()
             assert "ConnectionError" not in (await said())[0]
+            assert broker.services.limiter.degraded.startswith("Redis does not answer: ")
             own_redis.start()
             async with Redis.from_url(own_redis.url) as redis:
                 await redis.config_set("requirepass", "another")
             await until_so(said, holds=lambda errors: "authenticated" in errors[-1])
+            assert broker.services.limiter.degraded.startswith("Redis refuses the login: ")
             assert all(one != next_one for one, next_one in pairwise(await said()))
+
+
+async def test_a_redis_that_refuses_to_write_is_quoted(
+    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any, message: Message
+) -> None:
+    async with start_broker(limited(on_own_redis)) as broker, Redis.from_url(own_redis.url) as redis:
+        await broker.add_mesh()
+        await redis.config_set("maxmemory", 1)
+        assert (await broker.member("alice").send_one(message("id-1"))).status == 201
+
+        assert broker.services.limiter.degraded.startswith("Redis refuses a command (")
 
 
 async def test_closed_means_that_new_messages_wait_and_accepted_ones_are_still_answered(

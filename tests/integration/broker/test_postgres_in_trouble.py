@@ -72,9 +72,11 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
         await elsewhere.execute(f"ALTER DATABASE {name}_away RENAME TO {name}")
 
 
-@pytest.mark.parametrize("statement", [REFUSING, RENAMED], ids=["refuses the login", "was renamed"])
+@pytest.mark.parametrize(
+    ("statement", "why"), [(REFUSING, "takes no more connections"), (RENAMED, "refuses the login")]
+)
 async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
-    broker: Any, trouble: Trouble, message: Message, statement: str
+    broker: Any, trouble: Trouble, message: Message, statement: str, why: str
 ) -> None:
     reachable = "postroom_broker_postgres_reachable"
     assert f"{reachable} 1.0" in (await broker.nobody.get("/metrics")).body
@@ -83,7 +85,7 @@ async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
     assert f"{reachable} 0.0" in (await broker.nobody.get("/metrics")).body
     health, ready = await broker.nobody.get("/health"), await broker.nobody.get("/ready")
     assert (health.status, ready.status) == (200, 503)
-    assert "refuses the login" in ready.body["reasons"][0]
+    assert ready.body["reasons"] == [f"Postgres {why}: the broker cannot accept messages"]
     for answer in (
         await broker.member("alice").post("/v1/accept", {"messages": [message("id-1")]}),
         await broker.admin.get("/v1/meshes"),
