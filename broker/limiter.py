@@ -47,7 +47,6 @@ class RedisWindow:
     """The window that all brokers share: `limiter.lua`, atomic in Redis."""
 
     def __init__(self, redis: Redis, config: LimiterConfig) -> None:
-        self._redis = redis
         self._script = redis.register_script(files("broker").joinpath("limiter.lua").read_text("utf-8"))
         self._limits = (config.per_mesh, config.per_member, config.window_seconds)
 
@@ -56,9 +55,12 @@ class RedisWindow:
         remaining_ms, *positions = await self._script(keys=[_PREFIX % mesh], args=[member, *self._limits, *ids])
         return Admission(frozenset(ids[position - 1] for position in positions), remaining_ms / 1000)
 
-    async def ping(self) -> None:
-        """Ask Redis for an answer; raises what redis-py raises."""
-        await self._redis.ping()
+    async def probe(self) -> None:
+        """Take the unit of a second, of a mesh that cannot exist; raises as redis-py does.
+
+        A ping would not do: a full Redis, or a replica, answers it and takes no units.
+        """
+        await self._script(keys=[_PREFIX % "-"], args=["-", 1, 1, 1, "probe"])
 
 
 class LocalWindow:
@@ -172,7 +174,7 @@ class Limiter:
     async def probe(self) -> None:
         """Check whether Redis answers: readiness must not wait for the next batch."""
         if self._redis is not None and self._breaker.may_try():
-            await self._guard(self._redis.ping())
+            await self._guard(self._redis.probe())
 
     async def _guard(self, question: Awaitable[A]) -> A | None:
         """Ask Redis within the deadline; None where it failed, which the breaker notes."""

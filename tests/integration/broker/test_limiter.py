@@ -172,15 +172,20 @@ async def test_a_redis_that_refuses_the_login_after_it_was_stopped_is_told_apart
             assert all(one != next_one for one, next_one in pairwise(await said()))
 
 
-async def test_a_redis_that_refuses_to_write_is_quoted(
-    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any, message: Message
+@pytest.mark.parametrize(("on_error", "status"), [("local", 200), ("closed", 503)])
+async def test_a_redis_that_refuses_to_write_is_quoted_until_it_writes_again(
+    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any, on_error: str, status: int
 ) -> None:
-    async with start_broker(limited(on_own_redis)) as broker, Redis.from_url(own_redis.url) as redis:
-        await broker.add_mesh()
+    config = limited(on_own_redis, on_error=on_error, breaker_seconds=0.001)
+    async with start_broker(config) as broker, Redis.from_url(own_redis.url) as redis:
         await redis.config_set("maxmemory", 1)
-        assert (await broker.member("alice").send_one(message("id-1"))).status == 201
+        for _ in range(2):
+            ready = await broker.nobody.get("/ready")
+            assert ready.status == status
+            assert ready.body["reasons"][0].startswith("Redis refuses a command (command not allowed when used memory")
 
-        assert broker.services.limiter.degraded.startswith("Redis refuses a command (")
+        await redis.config_set("maxmemory", 0)
+        assert (await broker.nobody.get("/ready")).body == {"status": "ok", "reasons": []}
 
 
 async def test_closed_means_that_new_messages_wait_and_accepted_ones_are_still_answered(
