@@ -161,13 +161,14 @@ async def _redis(url: str) -> str:
     from redis.exceptions import RedisError  # noqa: PLC0415
 
     from broker.config import LimiterConfig  # noqa: PLC0415
-    from broker.limiter import open_redis  # noqa: PLC0415
+    from broker.limiter import RedisWindow, open_redis  # noqa: PLC0415
 
-    redis = open_redis(url, LimiterConfig(timeout_ms=_REDIS_MILLISECONDS))
+    config = LimiterConfig(timeout_ms=_REDIS_MILLISECONDS)
+    redis = open_redis(url, config)
     try:
-        await redis.ping()
+        await RedisWindow(redis, config).probe()
     except (RedisError, OSError) as error:
-        raise Fatal(Exit.UNAVAILABLE, f"Redis does not answer: {error}; check redis_url, and start it") from error
+        raise Fatal(Exit.UNAVAILABLE, f"Redis cannot be used: {error}") from error
     finally:
         await redis.aclose()
     return "it answers"

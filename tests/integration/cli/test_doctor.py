@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from support.databases import execute
 from support.terminal import Terminal
 
-from embedded import EmbeddedPostgres
+from embedded import EmbeddedPostgres, EmbeddedRedis
 
 NOBODY = "127.0.0.1:1"
 
@@ -65,6 +66,20 @@ async def test_a_postgres_that_is_full_need_not_be_started(
     found = (await asyncio.to_thread(findings, short_directory, POSTROOM_DATABASE_URL=database_url))["postgres"]
     assert "raise its max_connections" in found["detail"]
     assert "remedy" not in found
+
+
+def test_a_redis_that_answers_and_refuses_to_write_is_a_failure(short_directory: Path) -> None:
+    server = EmbeddedRedis(short_directory / "redis")
+    server.start()
+    try:
+        with Redis.from_url(server.url) as redis:
+            redis.config_set("maxmemory", 1)
+        found = findings(short_directory, POSTROOM_REDIS_URL=server.url)["redis"]
+    finally:
+        server.stop()
+
+    assert found["verdict"] == "failed"
+    assert found["detail"].startswith("Redis cannot be used: command not allowed when used memory")
 
 
 def test_an_address_that_is_none_is_a_failure_and_no_traceback(short_directory: Path) -> None:
