@@ -12,7 +12,6 @@ import asyncio
 import shutil
 from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -42,63 +41,69 @@ _log = structlog.get_logger(__name__)
 STATUS_SECONDS: Final = 5.0
 
 
-class Reports:
-    """The daemon's reports to its broker, which lists all programs (docs/contract/operate.md#operate-60)."""
-
-    def __init__(
-        self, services: Services, outbox: Outbox, link: BrokerLink, relay: Relay, *, address: str, state: Path
-    ) -> None:
-        self._services = services
-        self._outbox = outbox
-        self._link = link
-        self._relay = relay
-        self._state = state
-        self._reporter = Reporter("postroom-server", address)
-
-    async def run(self) -> None:
-        """Report for ever; an unreachable broker is handled by the relay, a failed outbox by its own task."""
-        await keep_reporting(self._look, self._link.report, self._glance)
-
-    async def _look(self) -> Report:
-        health = await health_of(self._services)
-        room = await asyncio.to_thread(shutil.disk_usage, self._state)
-        totals = {
-            "queued": self._services.counters.sends["queued"],
-            "relayed": self._relay.counters.attempts[Outcome.ACCEPTED],
-        }
-        return self._reporter.report(
-            health.reasons,
-            waiting=health.rows["pending"] + health.rows["inflight"],
-            dead=health.rows["dead"],
-            oldest_at=health.oldest_pending_at,
-            relay=health.relay.state,
-            disk_free=room.free,
-            totals=totals,
-        )
-
-    def _glance(self) -> Hashable:
-        relay = self._relay.status()
-        outbox = self._outbox
-        return outbox.healthy, outbox.disk_full, relay.state, relay.degraded, self._services.inbox.trouble()
-
-
-@dataclass(kw_only=True)
 class Postroomd:
     """Everything that runs in one daemon process."""
 
-    config: DaemonConfig
-    outbox: Outbox
-    link: BrokerLink
-    relay: Relay
-    receiver: Receiver | None  # None: the config has no NATS, and there is no inbox
-    server: Server
-    page: Server  # the metrics, where the config has a port for them
-    reports: Reports
-    own: list[tuple[Path, int]]  # socket files that are ours to remove, with their inodes
+    def __init__(
+        self, config: DaemonConfig, outbox: Outbox, link: BrokerLink, address: str, guard: TcpGuard | None
+    ) -> None:
+        """Build the rooms over an open outbox; `address` is where callers find the daemon."""
+        self.config = config
+        self.outbox = outbox
+        self.link = link
+        self._state = state = state_directory(config)
+        self.relay = relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
+        self.receiver: Receiver | None = None  # the config has no NATS, and there is no inbox
+        if config.nats is not None:
+            self.receiver = Receiver(
+                config.nats,
+                config.broker,
+                config.inbox,
+                mesh=config.mesh,
+                state_directory=state,
+                features=lambda: relay.features,
+                confirmed_time=link.confirmed_time,
+            )
+        self._own: list[tuple[Path, int]] = []  # socket files that are ours to remove, with their inodes
+        counters = Counters()
+        self._services = Services(
+            outbox=outbox,
+            relay=relay,
+            topics=link,
+            inbox=self.receiver or NoInbox(),
+            inbox_settings=config.inbox,
+            mesh=config.mesh,
+            version=version("postroom-server"),
+            expose=Metrics(
+                counters=counters,
+                outbox=outbox,
+                relay=relay,
+                receiver=self.receiver,
+                clock=link.clock,
+                max_bytes=config.outbox.max_bytes,
+                state=state,
+            ).expose,
+            limits=config.limits,
+            policy=Policy(config.socket.allow_uids, config.socket.operators),
+            counters=counters,
+            destinations=DestinationRule(config.allow_destinations),
+            late_seconds=config.relay.late_seconds,
+            lost_sockets=lambda: [path for path, inode in self._own if not listener.is_still(path, inode)],
+        )
+        self.server = Server(
+            routes(self._services),
+            limits=config.limits,
+            policy=self._services.policy,
+            counters=counters,
+            tcp_guard=guard,
+        )
+        # the metrics, where the config has a port for them
+        self.page = Server(metrics_routes(self._services), limits=config.limits, policy=Policy(), counters=Counters())
+        self._reporter = Reporter("postroom-server", address)
 
     @classmethod
     async def open(cls, config: DaemonConfig, *, accept_lost_ids: bool = False) -> Self:
-        """Build the rooms and open the outbox; raises `Fatal` where one cannot be.
+        """Open the outbox, build the rooms and listen; raises `Fatal` where one of them cannot.
 
         `accept_lost_ids` is for an outbox that a recovery could not save whole.
         """
@@ -106,83 +111,25 @@ class Postroomd:
         if not inherited:
             listener.refuse_path(socket_path(config))
         guard = None if config.tcp.port is None else TcpGuard(LocalToken(token_file(config)))
-        state = state_directory(config)
         async with AsyncExitStack() as undo:
             link = await undo.enter_async_context(BrokerLink(config.broker))
             outbox = await undo.enter_async_context(
                 await Outbox.open(
-                    state,
+                    state_directory(config),
                     config.outbox,
                     accept_lost_ids=accept_lost_ids,
                     earliest=_installed(config),
                     look_up=link.accepted,
                 )
             )
-            relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
-            receiver = None
-            if config.nats is not None:
-                receiver = Receiver(
-                    config.nats,
-                    config.broker,
-                    config.inbox,
-                    mesh=config.mesh,
-                    state_directory=state,
-                    features=lambda: relay.features,
-                    confirmed_time=link.confirmed_time,
-                )
-            counters = Counters()
-            own: list[tuple[Path, int]] = []
-            services = Services(
-                outbox=outbox,
-                relay=relay,
-                topics=link,
-                inbox=receiver or NoInbox(),
-                inbox_settings=config.inbox,
-                mesh=config.mesh,
-                version=version("postroom-server"),
-                expose=Metrics(
-                    counters=counters,
-                    outbox=outbox,
-                    relay=relay,
-                    receiver=receiver,
-                    clock=link.clock,
-                    max_bytes=config.outbox.max_bytes,
-                    state=state,
-                ).expose,
-                limits=config.limits,
-                policy=Policy(config.socket.allow_uids, config.socket.operators),
-                counters=counters,
-                destinations=DestinationRule(config.allow_destinations),
-                late_seconds=config.relay.late_seconds,
-                lost_sockets=lambda: [path for path, inode in own if not listener.is_still(path, inode)],
-            )
-            server = Server(
-                routes(services),
-                limits=config.limits,
-                policy=services.policy,
-                counters=services.counters,
-                tcp_guard=guard,
-            )
             address = str(inherited[0].getsockname() if inherited else socket_path(config))
-            reports = Reports(services, outbox, link, relay, address=address, state=state)
-            page = Server(metrics_routes(services), limits=config.limits, policy=Policy(), counters=Counters())
-            daemon = cls(
-                config=config,
-                outbox=outbox,
-                link=link,
-                relay=relay,
-                receiver=receiver,
-                server=server,
-                page=page,
-                reports=reports,
-                own=own,
-            )
+            daemon = cls(config, outbox, link, address, guard)
             # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
             sockets = list(inherited)
             if not inherited:
                 path = socket_path(config)
                 sockets.append(listener.unix_listener(path, config.socket.group))
-                own.append((path, path.lstat().st_ino))
+                daemon._own.append((path, path.lstat().st_ino))
             if config.tcp.port is not None:
                 sockets.append(listener.tcp_listener(config.tcp.port))
             if config.metrics.listen_port is not None:
@@ -208,7 +155,7 @@ class Postroomd:
             "pruning": self.outbox.prune_by_age(self.link.confirmed_time),
             "connections": self.server.sweep(),
             "watchdog": answer_watchdog(self.outbox),
-            "reports": self.reports.run(),
+            "reports": keep_reporting(self._report, self.link.report, self._glance),
             "ends": report_ends(self.outbox, self.link),
             "status": keep_status(self.outbox, self.relay),
         }
@@ -223,12 +170,33 @@ class Postroomd:
 
     async def close(self) -> None:
         """Close what is left, the outbox and then the link. Safe after any failure."""
-        for path, inode in self.own:
+        for path, inode in self._own:
             listener.remove(path, inode)
         try:
             await self.outbox.close()
         finally:
             await self.link.close()
+
+    async def _report(self) -> Report:
+        """Build a report to the broker, which lists all programs (docs/contract/operate.md#operate-60)."""
+        health = await health_of(self._services)
+        room = await asyncio.to_thread(shutil.disk_usage, self._state)
+        return self._reporter.report(
+            health.reasons,
+            waiting=health.rows["pending"] + health.rows["inflight"],
+            dead=health.rows["dead"],
+            oldest_at=health.oldest_pending_at,
+            relay=health.relay.state,
+            disk_free=room.free,
+            totals={
+                "queued": self._services.counters.sends["queued"],
+                "relayed": self.relay.counters.attempts[Outcome.ACCEPTED],
+            },
+        )
+
+    def _glance(self) -> Hashable:
+        relay, outbox = self.relay.status(), self.outbox
+        return outbox.healthy, outbox.disk_full, relay.state, relay.degraded, self._services.inbox.trouble()
 
 
 def _installed(config: DaemonConfig) -> int:
