@@ -307,7 +307,7 @@ class OpenConnections:
     """The open connections by uid, at most `cap` of them: beyond that a new one replaces another.
 
     The uid with the most connections loses one, the one that has idled longest; where none of them idles, and the new
-    one is another uid's, the one that has been busy longest. Every step takes constant time.
+    one is another uid's, the one that has been busy longest. Making room looks at each uid, every other step at one.
     """
 
     def __init__(self, cap: int) -> None:
@@ -315,9 +315,7 @@ class OpenConnections:
         self.count = 0
         self._idle: defaultdict[int, Row] = defaultdict(dict)
         self._busy: defaultdict[int, Row] = defaultdict(dict)
-        self._sizes: dict[int, int] = {}  # connections by uid
-        self._having: defaultdict[int, dict[int, None]] = defaultdict(dict)  # uids by their number of connections
-        self._most = 0
+        self._sizes: dict[int, int] = {}  # connections by uid, those of the latest change last
 
     @property
     def is_full(self) -> bool:
@@ -331,7 +329,7 @@ class OpenConnections:
         self._resize(uid, 1)
         if self.count <= self.cap:
             return None
-        (greediest, *_) = self._having[self._most]
+        greediest = max(self._sizes, key=self._sizes.__getitem__)
         idle, busy = self._idle[greediest], self._busy[greediest]
         for guest in list(islice(idle, _EXAMINED)):
             if guest is not newcomer and guest.idle_since is not None:
@@ -364,16 +362,6 @@ class OpenConnections:
             self._idle[uid][guest] = None
 
     def _resize(self, uid: int, by: int) -> None:
-        before = self._sizes.get(uid, 0)
-        now = before + by
         self.count += by
-        self._having[before].pop(uid, None)
-        if not self._having[before]:
-            del self._having[before]
-        if now:
-            self._sizes[uid] = now
-            self._having[now][uid] = None
-        else:
-            del self._sizes[uid]
-        if now > self._most or (before == self._most and before not in self._having):
-            self._most = now
+        if size := self._sizes.pop(uid, 0) + by:
+            self._sizes[uid] = size
