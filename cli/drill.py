@@ -5,7 +5,6 @@ here repairs anything by itself: what is not a command of `postroom` or of Postg
 looks and counts.
 """
 
-import asyncio
 import os
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from cli.demo import State, perform
-from cli.demo.counts import TOPIC, Broker, Count, Outbox, Reported, differing
+from cli.demo.counts import TOPIC, Broker, Count, Outbox, differing
 from cli.demo.stage import HandledStack, Receiver, Stage, wait
 from cli.noun import noun
 from cli.stack import module_command
@@ -78,7 +77,7 @@ class RestoreDrill:
             *("pg_restore", "--clean", "--if-exists", "--single-transaction"),
             *(f"--dbname={self.stack.postgres.url}", str(dump)),
         )
-        history = asyncio.run(Broker.read(self.stack.postgres.url, Reported())).history
+        history = Broker(self.stack.postgres.url).count("history")
         self.stage.say(f"Postgres knows {history:,} of {len(self._sent):,} messages", "red")
         self.stage.act("Get them back, as docs/backup.md says")
         self._type("broker", "restored", "--config", str(self.stack.broker.config_file))
@@ -125,8 +124,7 @@ class RestoreDrill:
         with self._client() as client:
             recognised = sum(row.duplicate for row in client.export())
         self.stack.daemon.stop()
-        outbox = Outbox.read(self.stack.layout.outbox_file, Reported())
-        broker = asyncio.run(Broker.read(self.stack.postgres.url, Reported()))
+        outbox, broker = Outbox(self.stack.layout.outbox_file), Broker(self.stack.postgres.url)
         sent = {each.client_message_id for each in self._sent}
         effects = self.receiver.effects_of(TOPIC)
         handled = {effect.client_message_id for effect in effects}
@@ -134,11 +132,11 @@ class RestoreDrill:
         lines = (
             ("sent", "acknowledged, under ids of their own", Count(len(sent), total)),
             ("accepted", "in Postgres, byte for byte as in the outbox", Count(len(broker.accepted), total)),
-            ("in its history", "each of them once", Count(broker.history, total)),
+            ("in its history", "each of them once", Count(broker.count("history"), total)),
             ("handled", "each by its id, whatever was lost meanwhile", Count(len(handled & sent), total)),
             ("recognised", "sent twice, accepted once: by the broker", Count(recognised, WAITING + AFTER_OUTBOX)),
             ("called again", "since Postgres lost that they were handled", Count(len(effects) - total, AFTER_POSTGRES)),
-            ("waiting", "in the outbox", Count(outbox.unsettled, 0)),
+            ("waiting", "in the outbox", Count(outbox.count("unsettled"), 0)),
             (
                 "lost",
                 "acknowledged, but not in SQLite, Postgres and at the handler",

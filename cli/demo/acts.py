@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cli.demo.counts import ANSWER, TOPIC, Handled, Meant, Reported, compare
+from cli.demo.counts import ANSWER, TOPIC, Broker, Outbox, Reported, compare
 from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, DemoStack, Receiver, Stage, wait
 from cli.stack.layout import MESH
 from postroom import BrokerClient, Client, PostroomError
@@ -64,9 +64,7 @@ class Demo:
             self._handle_everything(to_topic)
             self._ask_the_agent()
             self._bury_and_replay()
-            kept = sum(event.to != f"topic:{TOPIC}" for event in self._events)
-            meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1, kept=kept)
-            return self._count(meant)
+            return self._count(to_topic + 1)
         except PostroomError as error:
             for program in self.stack.programs:
                 if program.process is None:
@@ -181,15 +179,20 @@ class Demo:
         wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self.stage.say("replayed under a fresh message id, and handled", "green")
 
-    def _count(self, meant: Meant) -> bool:
+    def _count(self, to_topic: int) -> bool:
         self.stage.act("Stop the daemon, and count in SQLite and in Postgres")
         self.stack.daemon.stop()
-        handled = Handled(
+        lines = compare(
+            self.reported,
+            Outbox(self.stack.layout.outbox_file),
+            Broker(self.stack.postgres.url),
+            sends=len(self._events) + 1 + COMMANDS + 1,
+            to_topic=to_topic,
+            kept=sum(event.to != f"topic:{TOPIC}" for event in self._events),
             events=len(self.receiver.effects_of(TOPIC)),
             answers=len(self.receiver.effects_of(ANSWER)),
-            buried=self._effects_of_buried(),
+            unburied=self._effects_of_buried(),
         )
-        lines = compare(self.reported, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
         self.stage.table(
             ("what", "means", "reported", "SQLite", "Postgres", "holds"),
             (((each.name, each.meaning, *map(str, each[2:])), each.holds) for each in lines),

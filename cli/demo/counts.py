@@ -3,11 +3,12 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 
@@ -63,169 +64,146 @@ class Line(NamedTuple):
         return self.reported.holds and self.outbox.holds and self.broker.holds
 
 
-class Meant(NamedTuple):
-    """What the demo set out to do."""
+class Database(ABC):
+    """Something that is counted, by named queries."""
 
-    sends: int  # under ids of their own
-    to_topic: int  # of what is accepted in the end
-    kept: int  # of it, for the queue and the member that have no reader in the demo
+    @abstractmethod
+    def ask(self, query: str, *values: Any) -> Iterable[Sequence[Any]]:
+        """Return the rows of a query."""
 
+    def count(self, query: str, *values: Any) -> int:
+        """Return the number that a query finds."""
+        ((number,),) = self.ask(query, *values)
+        return int(number)
 
-class Handled(NamedTuple):
-    """What the handler did."""
-
-    events: int  # of the topic
-    answers: int  # of the agent
-    buried: int  # the one that it could not read at first
-
-
-Accepted = dict[str, bytes]  # client_message_id → fingerprint
-
-
-class Outbox(NamedTuple):
-    """What the daemon's file holds."""
-
-    first_rows: int
-    sent_again: int
-    died: int
-    requeued: int
-    unsettled: int
-    accepted: Accepted
-    to_topic: int
-    to_others: int
-    commands: int
-    buried: int
-
-    @classmethod
-    def read(cls, file: Path, reported: Reported) -> Self:
-        """Count in the file of a daemon that has stopped."""
-        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
-
-            def count(query: str, ids: Collection[str] = ()) -> int:
-                (number,) = connection.execute(_OUTBOX[query], {"ids": json.dumps(list(ids))}).fetchone()
-                return int(number)
-
-            return cls(
-                first_rows=count("first_rows"),
-                sent_again=count("rows_with_ids", reported.sent_again),
-                died=count("died"),
-                requeued=count("requeued"),
-                unsettled=count("unsettled"),
-                accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
-                to_topic=count("done_to_topics"),
-                to_others=count("done_to_others"),
-                commands=count("rows_with_ids", reported.commands),
-                buried=count("rows_with_ids", [reported.buried]),
-            )
+    @property
+    def accepted(self) -> dict[str, bytes]:
+        """What was accepted: the fingerprint of each client_message_id."""
+        return {key: bytes(fingerprint) for key, fingerprint in self.ask("accepted")}
 
 
-class Broker(NamedTuple):
-    """What the broker's database holds."""
+class Outbox(Database):
+    """The file of a daemon that has stopped."""
 
-    accepted: Accepted
-    history: int
-    sent_again: int
-    died: int
-    requeued: int
-    processed: int
-    to_others: int
-    answered: int
-    buried: int
+    def __init__(self, file: Path) -> None:
+        self._address = f"{file.as_uri()}?mode=ro"
 
-    @classmethod
-    async def read(cls, url: str, reported: Reported) -> Self:
-        """Count in the database."""
-        connection = await asyncpg.connect(url)
-        try:
-            return cls(
-                accepted=_accepted(map(tuple, await connection.fetch(_BROKER["accepted"]))),
-                history=await connection.fetchval(_BROKER["history"]),
-                sent_again=await connection.fetchval(_BROKER["history_of_ids"], reported.sent_again),
-                died=await connection.fetchval(_BROKER["history_of_ids"], reported.dead),
-                requeued=await connection.fetchval(_BROKER["history_of_ids"], reported.requeued),
-                processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
-                to_others=await connection.fetchval(_BROKER["history_of_others"]),
-                answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
-                buried=await connection.fetchval(_BROKER["buried"]),
-            )
-        finally:
-            await connection.close()
+    def ask(self, query: str, *ids: str) -> list[Sequence[Any]]:
+        """Return the rows of a query, perhaps about the rows with these ids."""
+        with closing(sqlite3.connect(self._address, uri=True)) as connection:
+            return connection.execute(_OUTBOX[query], {"ids": json.dumps(ids)}).fetchall()
 
 
-def compare(reported: Reported, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
-    """Count everything, and compare it with what was `meant`. The daemon must have stopped."""
-    outbox = Outbox.read(outbox_file, reported)
-    broker = asyncio.run(Broker.read(database_url, reported))
-    again, dead = len(reported.sent_again), len(reported.dead)
+class Broker(Database):
+    """The broker's database."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, query: str, *values: Any) -> list[Sequence[Any]]:
+        """Return the rows of a query."""
+
+        async def fetch() -> list[Sequence[Any]]:
+            connection = await asyncpg.connect(self._url)
+            try:
+                return list(map(tuple, await connection.fetch(_BROKER[query], *values)))
+            finally:
+                await connection.close()
+
+        return asyncio.run(fetch())
+
+
+def compare(
+    reported: Reported,
+    outbox: Outbox,
+    broker: Broker,
+    *,
+    sends: int,
+    to_topic: int,
+    kept: int,
+    events: int,
+    answers: int,
+    unburied: int,
+) -> list[Line]:
+    """Count everything, and compare it with what was meant.
+
+    `sends` are those under ids of their own; of what is accepted in the end `to_topic` are for the topic, and `kept`
+    for the queue and the member that have no reader in the demo. The handler has had `events` of the topic and
+    `answers` of the agent, and has handled `unburied` messages that it could not read at first.
+    """
+    again, dead = reported.sent_again, reported.dead
     requeued, commands = len(reported.requeued), len(reported.commands)
-    arrived = meant.sends - dead + requeued
-    to_topic = meant.to_topic
-    missing_here = set(reported.sent) - outbox.accepted.keys() - set(reported.dead)
+    arrived = sends - len(dead) + requeued
+    missing_here = set(reported.sent) - outbox.accepted.keys() - set(dead)
     return [
         Line(
             "sent",
             "sent and acknowledged",
-            Count(len(set(reported.sent)), meant.sends),
-            Count(outbox.first_rows, meant.sends),
-            Count(len(broker.accepted.keys() & set(reported.sent)), meant.sends - dead),
+            Count(len(set(reported.sent)), sends),
+            Count(outbox.count("first_rows"), sends),
+            Count(len(broker.accepted.keys() & set(reported.sent)), sends - len(dead)),
         ),
         Line(
             "accepted",
             "committed by the broker, and its history",
-            Count(len(set(reported.sent)) - dead + requeued, arrived),
+            Count(len(set(reported.sent)) - len(dead) + requeued, arrived),
             Count(len(outbox.accepted), arrived),
-            Count(broker.history, arrived),
+            Count(broker.count("history"), arrived),
         ),
         Line(
             "duplicates",
             "sent again, still there once",
-            Count(reported.duplicates, again),
-            Count(outbox.sent_again, again),
-            Count(broker.sent_again, again),
+            Count(reported.duplicates, len(again)),
+            Count(outbox.count("rows_with_ids", *again), len(again)),
+            Count(broker.count("history_of_ids", again), len(again)),
         ),
         Line(
-            "dead", "refused permanently, never accepted", Count(dead, 1), Count(outbox.died, 1), Count(broker.died, 0)
+            "dead",
+            "refused permanently, never accepted",
+            Count(len(dead), 1),
+            Count(outbox.count("died"), 1),
+            Count(broker.count("history_of_ids", dead), 0),
         ),
         Line(
             "requeued",
             "repaired under a fresh id, then accepted",
             Count(requeued, 1),
-            Count(outbox.requeued, 1),
-            Count(broker.requeued, 1),
+            Count(outbox.count("requeued"), 1),
+            Count(broker.count("history_of_ids", reported.requeued), 1),
         ),
         Line(
             "handled",
             "to the topic; each had its effect at the handler, once",
-            Count(handled.events, to_topic),
-            Count(outbox.to_topic, to_topic),
-            Count(broker.processed, to_topic),
+            Count(events, to_topic),
+            Count(outbox.count("done_to_topics"), to_topic),
+            Count(broker.count("processed", f"{MESH}.event.{TOPIC}.v1"), to_topic),
         ),
         Line(
             "answered",
             "commands, each answered by the agent, once",
-            Count(handled.answers, commands),
-            Count(outbox.commands, commands),
-            Count(broker.answered, commands),
+            Count(answers, commands),
+            Count(outbox.count("rows_with_ids", *reported.commands), commands),
+            Count(broker.count("processed", f"{MESH}.event.{ANSWER}.v1"), commands),
         ),
         Line(
             "kept",
             "to a queue and a member without a reader here",
-            Count(arrived - to_topic - commands, meant.kept),
-            Count(outbox.to_others - outbox.commands, meant.kept),
-            Count(broker.to_others - commands, meant.kept),
+            Count(arrived - to_topic - commands, kept),
+            Count(outbox.count("done_to_others") - outbox.count("rows_with_ids", *reported.commands), kept),
+            Count(broker.count("history_of_others") - commands, kept),
         ),
         Line(
             "replayed",
             "dead at the handler, handled after its repair",
-            Count(handled.buried, 1),
-            Count(outbox.buried, 1),
-            Count(broker.buried, 1),
+            Count(unburied, 1),
+            Count(outbox.count("rows_with_ids", reported.buried), 1),
+            Count(broker.count("buried"), 1),
         ),
         Line(
             "lost",
             "acknowledged, but not there byte for byte",
             Count(len(missing_here), 0),
-            Count(outbox.unsettled, 0),
+            Count(outbox.count("unsettled"), 0),
             Count(differing(outbox, broker), 0),
         ),
     ]
@@ -233,9 +211,5 @@ def compare(reported: Reported, handled: Handled, outbox_file: Path, database_ur
 
 def differing(outbox: Outbox, broker: Broker) -> int:
     """Count what is in one of both alone, or not byte for byte the same in the other."""
-    keys = outbox.accepted.keys() | broker.accepted.keys()
-    return sum(outbox.accepted.get(key) != broker.accepted.get(key) for key in keys)
-
-
-def _accepted(rows: Iterable[tuple[str, bytes]]) -> Accepted:
-    return {key: bytes(fingerprint) for key, fingerprint in rows}
+    here, there = outbox.accepted, broker.accepted
+    return sum(here.get(key) != there.get(key) for key in here.keys() | there.keys())
