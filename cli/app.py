@@ -71,27 +71,21 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
 )
 
 
-class LazyCommands(Mapping[str, Any]):
-    """The commands by name; looking one up imports its module."""
-
-    def __getitem__(self, name: str) -> Any:
-        command = VERBS[name].command()
-        command.name = name
-        return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
-
-    def __len__(self) -> int:
-        return len(VERBS)
-
-
 class LazyGroup(TyperGroup):
     """The group of all verbs, whose help needs none of their modules."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = cast("MutableMapping[str, Any]", LazyCommands())
+        self.commands = cast("MutableMapping[str, Any]", VERBS)  # for their names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import the module of a verb, and return its command; None for a word that is not a verb."""
+        del ctx
+        if cmd_name not in VERBS:
+            return None
+        command = VERBS[cmd_name].command()
+        command.name = cmd_name
+        return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the table into the help text."""
