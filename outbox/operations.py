@@ -3,7 +3,6 @@
 The rules begin at docs/contract/send.md#send-83. A verb that the row's state forbids is a `Conflict` that says why.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple, Self
@@ -13,22 +12,17 @@ import msgspec
 from outbox import errors
 from outbox.accept import to_milliseconds
 from outbox.model import HELD, Accepted, Caller, Unanswered
-from outbox.reader import Reader, seq_of
 from outbox.relay import WalkedPast, report
 from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire import spans
 from postroom._wire.message import PreparedSend, Priority
-from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
-from postroom._wire.sends import BulkFailure, BulkResult, RowStatus
+from postroom._wire.operations import VERBS, Verb
+from postroom._wire.sends import RowStatus
 from postroom._wire.sql import load_queries
-from postroom.chassis.store import Store
-from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/operations.sql")
-_ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
 _UNANSWERED: Final[tuple[RowStatus, ...]] = ("pending", "dead")  # the states of a row that may be unanswered
-_ASK_SECONDS: Final = 5.0  # below the patience of the operator's client
 _RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule
 
 LookUp = Callable[[Sequence[Unanswered]], Awaitable[Sequence[Accepted | None]]]
@@ -252,41 +246,7 @@ class Learned(NamedTuple):
     doubt: str | None = None
 
 
-class Outcomes:
-    """Asks for the outcomes of rows that were sent to the broker and not answered; they are never guessed.
-
-    Before a verb retires such a row, the broker is asked for its id. A row that it has is done; one that it does not
-    have may be retired; and while it cannot be asked, the outcome stays unknown, and only force retires the row.
-    """
-
-    def __init__(self, reader: Reader, store: Store, look_up: LookUp | None, changed: Callable[[str], None]) -> None:
-        self._reader = reader
-        self._store = store
-        self._look_up = look_up
-        self._changed = changed
-
-    async def learn(self, row_ids: Sequence[str]) -> Learned:
-        """Ask for those of the rows whose outcome is unknown, if any."""
-        rows = await self._reader.unanswered(row_ids)
-        if not rows:
-            return Learned({})
-        if self._look_up is None:
-            return Learned({}, "there is no broker to ask")
-        try:
-            async with asyncio.timeout(_ASK_SECONDS):
-                found = await self._look_up(rows)
-        except TimeoutError:
-            return Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
-        except PostroomError as error:
-            return Learned({}, f"the broker cannot be asked: {error}")
-        settled = await self._store.submit(_Learn(rows, found))
-        for row_id in settled:
-            self._changed(row_id)
-        accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}
-        return Learned({row_id: accepted[row_id] for row_id in settled})
-
-
-class _Learn(NamedTuple):
+class Learn(NamedTuple):
     """Record what the broker answered; a row that was posted again since then is left alone."""
 
     asked: Sequence[Unanswered]
@@ -310,64 +270,3 @@ class _Learn(NamedTuple):
         done = _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))
         report(transaction, done)
         return done
-
-
-class Bulk(NamedTuple):
-    """One verb for many rows, each as if it had a transaction of its own (docs/contract/send.md#send-92)."""
-
-    verb: Verb
-    order: Order
-    reader: Reader
-    store: Store
-    outcomes: Outcomes
-    walked: WalkedPast
-    changed: Callable[[str], None]
-
-    async def run(self, row_filter: RowFilter, *, dry_run: bool, cursor: str | None) -> BulkResult:
-        """Do the verb to every matching row, as `Outbox.bulk` says."""
-        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
-        order = self.order
-        unseen = set(row_filter.ids or ())
-        after: str | None = None
-        if cursor is None:
-            until = await self.reader.last_seq()  # not the successors that it writes itself
-        else:
-            after, _, end = cursor.partition("-")
-            until = seq_of(end)
-        async for page in self.reader.pages(row_filter, after, until):
-            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
-            result.matched += len(page.rows)
-            able = [row.id for row in page.rows if why_not(self.verb, row.status, held=row.held) is None]
-            result.skipped += [row.id for row in page.rows if why_not(self.verb, row.status, held=row.held) is not None]
-            if dry_run:
-                result.done += able
-                able = []
-            elif VERBS[self.verb].retires and order.doubt is None:  # an unreachable broker is asked once
-                learned = await self.outcomes.learn(able)
-                order = order._replace(doubt=learned.doubt)
-                for row_id, accepted in learned.accepted.items():
-                    self._note(row_id, errors.already_accepted(self.verb, row_id, accepted.broker_message_id), result)
-                able = [row_id for row_id in able if row_id not in learned.accepted]
-            futures = [self.store.submit(Act(self.verb, row_id, order, self.walked)) for row_id in able]
-            outcomes = await asyncio.gather(*futures, return_exceptions=True)
-            for row_id, outcome in zip(able, outcomes, strict=True):
-                self._note(row_id, outcome, result)
-            if row_filter.ids is None and page.next_cursor is not None and result.matched >= _ROWS:
-                result.next_cursor = f"{page.next_cursor}-{until}"
-                return result
-        async for page in self.reader.pages(RowFilter(ids=sorted(unseen)), None, until):
-            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
-            result.skipped += [row.id for row in page.rows]
-        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
-        return result
-
-    def _note(self, row_id: str, outcome: object, result: BulkResult) -> None:
-        if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
-            result.skipped.append(row_id)  # it changed since it was listed
-        elif isinstance(outcome, PostroomError):
-            result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            result.done.append(row_id)
-            self.changed(row_id)

@@ -35,7 +35,7 @@ from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
-from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
+from postroom._wire.sends import SETTLED, BulkFailure, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
@@ -56,6 +56,7 @@ _DAY_MS: Final = 86_400_000
 _PRUNE_EVERY: Final = 600.0  # seconds
 _PRUNED: Final = 100_000  # rows that one request to prune examines
 _EXPIRY_CHUNK: Final = 200  # of each lane
+_ASK_SECONDS: Final = 5.0  # below the patience of the operator's client
 
 
 class Outbox(reader.Reader):
@@ -87,7 +88,7 @@ class Outbox(reader.Reader):
         self._watchers = reader.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
         self._backing_up = asyncio.Lock()
-        self._outcomes = operations.Outcomes(self, store, look_up, self._changed)
+        self._look_up = look_up
 
     @classmethod
     async def open(
@@ -330,7 +331,7 @@ class Outbox(reader.Reader):
             check_client_message_id(new_client_message_id, "new_client_message_id")
         if VERBS[verb].retires:
             row_id = (await self.row(row_id)).id
-            learned = await self._outcomes.learn([row_id])
+            learned = await self._learn([row_id])
             if (accepted := learned.accepted.get(row_id)) is not None:
                 raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
             order = order._replace(doubt=learned.doubt)
@@ -351,18 +352,92 @@ class Outbox(reader.Reader):
         dry_run: bool = False,
         cursor: str | None = None,
     ) -> BulkResult:
-        """Do `verb` to every matching row, each as in a transaction of its own; a dry run only lists them.
+        """Do `verb` to every matching row, each as in a transaction of its own (docs/contract/send.md#send-92).
 
-        `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb and those that
-        the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
-        After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
+        A dry run only lists them. `done` has the ids of the rows that changed, `skipped` those whose state forbids the
+        verb and those that the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that
+        name no row among them. After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay
+        bounded.
         """
         order = operations.Order(caller, reason, force).checked()
-        bulk = operations.Bulk(verb, order, self, self._store, self._outcomes, self._walked, self._changed)
-        result = await bulk.run(row_filter, dry_run=dry_run, cursor=cursor)
+        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        unseen = set(row_filter.ids or ())
+        after: str | None = None
+        if cursor is None:
+            until = await self.last_seq()  # not the successors that it writes itself
+        else:
+            after, _, end = cursor.partition("-")
+            until = reader.seq_of(end)
+        async for page in self.pages(row_filter, after, until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+            result.matched += len(page.rows)
+            able: list[str] = []
+            for row in page.rows:
+                (able if operations.why_not(verb, row.status, held=row.held) is None else result.skipped).append(row.id)
+            if dry_run:
+                result.done += able
+            else:
+                order = await self._act_on_each(verb, able, order, result)
+            if row_filter.ids is None and page.next_cursor is not None and result.matched >= MAX_IDS:
+                result.next_cursor = f"{page.next_cursor}-{until}"
+                break
+        if unseen:
+            async for page in self.pages(RowFilter(ids=sorted(unseen)), None, until):
+                unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+                result.skipped += [row.id for row in page.rows]
+        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         if VERBS[verb].urges and result.done and not dry_run:
             self._urged()
         return result
+
+    async def _act_on_each(
+        self, verb: Verb, row_ids: Sequence[str], order: operations.Order, result: BulkResult
+    ) -> operations.Order:
+        """Do `verb` to these rows, and note each outcome; return the order with what is known of the broker now."""
+        outcomes: dict[str, object] = {}
+        if VERBS[verb].retires and order.doubt is None:  # an unreachable broker is asked once
+            learned = await self._learn(row_ids)
+            order = order._replace(doubt=learned.doubt)
+            for row_id, accepted in learned.accepted.items():
+                outcomes[row_id] = errors.already_accepted(verb, row_id, accepted.broker_message_id)
+        able = [row_id for row_id in row_ids if row_id not in outcomes]
+        acts = [self._store.submit(operations.Act(verb, row_id, order, self._walked)) for row_id in able]
+        outcomes |= zip(able, await asyncio.gather(*acts, return_exceptions=True), strict=True)
+        for row_id, outcome in outcomes.items():
+            if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
+                result.skipped.append(row_id)  # it changed since it was listed
+            elif isinstance(outcome, PostroomError):
+                result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                result.done.append(row_id)
+                self._changed(row_id)
+        return order
+
+    async def _learn(self, row_ids: Sequence[str]) -> operations.Learned:
+        """Ask the broker for those of the rows that it was sent and did not answer for: an outcome is never guessed.
+
+        A row that it has is done from then on; one that it does not have may be retired. While it cannot be asked the
+        outcome stays unknown, and only force retires the row.
+        """
+        rows = await self.unanswered(row_ids)
+        if not rows:
+            return operations.Learned({})
+        if self._look_up is None:
+            return operations.Learned({}, "there is no broker to ask")
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                found = await self._look_up(rows)
+        except TimeoutError:
+            return operations.Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
+        except PostroomError as error:
+            return operations.Learned({}, f"the broker cannot be asked: {error}")
+        settled = await self._store.submit(operations.Learn(rows, found))
+        for row_id in settled:
+            self._changed(row_id)
+        accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}
+        return operations.Learned({row_id: accepted[row_id] for row_id in settled})
 
     async def reported(self, numbers: Sequence[int]) -> None:
         """Note that these ends (`unreported`) were reported; a row that ended again since then is still to be."""

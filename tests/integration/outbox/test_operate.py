@@ -289,7 +289,7 @@ async def test_bulk_ends_after_so_many_rows_and_goes_on_where_it_was(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successors that it makes meanwhile match the filter too, and are left alone."""
-    monkeypatch.setattr("outbox.operations._ROWS", 500)
+    monkeypatch.setattr("outbox.outbox.MAX_IDS", 500)
     await accepted(outbox, *(send(f"id-{number}") for number in range(1100)))
     done: list[str] = []
     sizes: list[int] = []
