@@ -9,14 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from aiohttp import web
 
-from broker.authentication import (
-    PRINCIPAL,
-    Authentication,
-    Member,
-    digest,
-    new_token,
-    own_mesh,
-)
+from broker.authentication import PRINCIPAL, Authentication, Member, digest, new_token, own_mesh
 from broker.database import QUERIES, Database
 from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Nats, changing, missing
 from broker.requests import decode_body

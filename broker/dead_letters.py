@@ -117,10 +117,7 @@ class DeadLetters:
             keys, said = [f"{mesh} {id_}" for id_ in ids], DEAD_LETTERS.verbs[verb].done
             await keep_lines(connection, principal.actor, verb, DEAD_LETTERS.name, keys, outcome=said, reason=why)
 
-        async with (
-            self._nats.opened(PATIENCE) as (js, unread),
-            self._database.read(principal.whose) as connection,
-        ):
+        async with self._nats.opened(PATIENCE) as (js, unread), self._database.read(principal.whose) as connection:
             letters = LetterOperations(connection, js, mesh, actor=principal.actor, log=log)
             try:
                 await check_mesh(connection, mesh)

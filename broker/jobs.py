@@ -11,16 +11,7 @@ from broker.authentication import PRINCIPAL, any_mesh, own_mesh
 from broker.database import Database
 from broker.operator import check_mesh, each, keep_log
 from broker.requests import decode_body
-from postroom._wire.jobs import (
-    JOBS,
-    Job,
-    JobFilter,
-    JobPage,
-    JobsQuery,
-    MessagePage,
-    StartedJob,
-    StartJob,
-)
+from postroom._wire.jobs import JOBS, Job, JobFilter, JobPage, JobsQuery, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import CHANGES, Result, invalid_cursor
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Handler, decode_query, json_response

@@ -152,12 +152,7 @@ async def keep_lines(
 
 @asynccontextmanager
 async def changing(
-    database: Database,
-    request: web.Request,
-    verb: str,
-    noun: str,
-    *key: str | None,
-    outcome: str = "done",
+    database: Database, request: web.Request, verb: str, noun: str, *key: str | None, outcome: str = "done"
 ) -> AsyncIterator[Connection]:
     """Lend a connection in a transaction that changes something, and is logged."""
     principal = request[PRINCIPAL]

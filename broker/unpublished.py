@@ -35,9 +35,7 @@ from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, lis
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, still_runs
 from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.programs import list_programs
-from postroom.delivery.publication.postgres import (
-    EFFECTS as FAILING,
-)
+from postroom.delivery.publication.postgres import EFFECTS as FAILING
 from postroom.delivery.publication.postgres import (
     Table,
     find_failing,

@@ -19,13 +19,7 @@ from postroom._wire.retry import STEADY, Backoff
 from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage
 
-__all__ = [
-    "DAY_MS",
-    "MEMBER",
-    "RetryPolicy",
-    "check_retry_policy",
-    "policy_of",
-]
+__all__ = ["DAY_MS", "MEMBER", "RetryPolicy", "check_retry_policy", "policy_of"]
 
 MEMBER: Final = "retry_policy"  # of meta, or of a payload
 DAY_MS: Final = 86_400_000

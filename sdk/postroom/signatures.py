@@ -24,15 +24,7 @@ from typing import Final
 
 from postroom.errors import NotPermitted
 
-__all__ = [
-    "MAX_HEADER",
-    "MIN_SECRET_BYTES",
-    "REPLAY_WINDOW",
-    "SIGNATURE",
-    "sign",
-    "standard_headers",
-    "verify",
-]
+__all__ = ["MAX_HEADER", "MIN_SECRET_BYTES", "REPLAY_WINDOW", "SIGNATURE", "sign", "standard_headers", "verify"]
 
 SIGNATURE: Final = "Postroom-Signature"  # the header
 REPLAY_WINDOW: Final = 300  # seconds

@@ -38,11 +38,7 @@ class Batch:
     """One `send_many`: the caller's messages, and what became of each."""
 
     def __init__(
-        self,
-        transport: Transport,
-        messages: AsyncIterator[SendRequest],
-        patience: Patience,
-        headers: Mapping[str, str],
+        self, transport: Transport, messages: AsyncIterator[SendRequest], patience: Patience, headers: Mapping[str, str]
     ) -> None:
         """Send `headers` with each request."""
         self._transport = transport

@@ -16,13 +16,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from postroom._wire.message import (
-    MAX_META_VALUES,
-    SendRequest,
-    refuse,
-    refuse_duplicate_keys,
-    refuse_too_many_values,
-)
+from postroom._wire.message import MAX_META_VALUES, SendRequest, refuse, refuse_duplicate_keys, refuse_too_many_values
 from postroom._wire.moment import Moment
 from postroom._wire.words import json_fault
 from postroom.errors import InvalidMessage

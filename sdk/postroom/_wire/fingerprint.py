@@ -41,13 +41,7 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
 
 
 def fingerprint(
-    *,
-    destination_kind: str,
-    destination_ref: str,
-    reply_to: str | None,
-    priority: str,
-    meta: bytes,
-    body: bytes,
+    *, destination_kind: str, destination_ref: str, reply_to: str | None, priority: str, meta: bytes, body: bytes
 ) -> bytes:
     """Return the 32 bytes of the fingerprint; `meta` is already canonical, `body` is the message's raw bytes.
 

@@ -318,11 +318,7 @@ class TimedConnection(RequestHandler):
         yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer what the parser refused, or what escaped a handler, as a problem, and close.
 

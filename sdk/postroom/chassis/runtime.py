@@ -266,9 +266,7 @@ def lines(reasons: Sequence[str]) -> list[str]:
 
 
 async def keep_reporting(
-    look: Callable[[], Awaitable[Report]],
-    send: Callable[[Report], Awaitable[None]],
-    glance: Callable[[], Hashable],
+    look: Callable[[], Awaitable[Report]], send: Callable[[Report], Awaitable[None]], glance: Callable[[], Hashable]
 ) -> None:
     """Report for ever, every ten seconds, and soon after what `glance` returns has changed.
 

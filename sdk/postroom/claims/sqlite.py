@@ -7,19 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Protocol, TypeVar
 
 from postroom._wire.sql import load_queries
-from postroom.claims import (
-    Claim,
-    Dead,
-    Done,
-    Ended,
-    Key,
-    Result,
-    Row,
-    State,
-    Table,
-    distinct_rows,
-    in_their_places,
-)
+from postroom.claims import Claim, Dead, Done, Ended, Key, Result, Row, State, Table, distinct_rows, in_their_places
 
 T = TypeVar("T")
 

@@ -47,11 +47,7 @@ async def find_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo
 
 
 async def list_durables(
-    js: JetStreamContext,
-    meshes: Collection[str] | None,
-    begun: Sequence[Begun],
-    *,
-    oldest: bool = False,
+    js: JetStreamContext, meshes: Collection[str] | None, begun: Sequence[Begun], *, oldest: bool = False
 ) -> list[Durable]:
     """Return the durable consumers of the streams of `meshes`, or of all, by stream and name.
 

@@ -284,8 +284,7 @@ class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Which addresses that are not public a webhook may still have; broker and worker need the same list."""
 
     allow_networks: Annotated[
-        list[str],
-        Meta(description="networks that webhooks may reach although they are not public, as in 10.1.0.0/16"),
+        list[str], Meta(description="networks that webhooks may reach although they are not public, as in 10.1.0.0/16")
     ] = msgspec.field(default_factory=list)
 
 

@@ -247,12 +247,7 @@ def new_owner() -> str:
 
 @asynccontextmanager
 async def open_registry(
-    url: str,
-    *,
-    group: str | None = None,
-    lease: float = LEASE,
-    wait: float = WAIT,
-    keep_days: float | None = None,
+    url: str, *, group: str | None = None, lease: float = LEASE, wait: float = WAIT, keep_days: float | None = None
 ) -> AsyncIterator[Registry]:
     """Open the registry at `url`, and close it after the block.
 

@@ -24,17 +24,7 @@ from postroom.chassis.exits import Fatal
 from postroom.chassis.ownership import is_there, why_refused
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
 from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
-from postroom.once.model import (
-    COLUMNS,
-    PARTS,
-    Scope,
-    absent,
-    check_loop,
-    check_process,
-    table,
-    unavailable,
-    unusable,
-)
+from postroom.once.model import COLUMNS, PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
 
 T = TypeVar("T")
 

@@ -138,10 +138,7 @@ class AgentCase:
             subject = subject or own_subject
         else:
             data, said = to_json(payload), {MESSAGE_ID: message_id}
-        given = {
-            ENTITY_ID: entity_id,
-            EXPECTED_VERSION: None if expected_version is None else str(expected_version),
-        }
+        given = {ENTITY_ID: entity_id, EXPECTED_VERSION: None if expected_version is None else str(expected_version)}
         said |= {name: value for name, value in given.items() if value is not None} | dict(headers or {})
         self._sequence += 1
         delivery = Delivery(

@@ -182,8 +182,7 @@ class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 90
     check_seconds: Annotated[
-        float,
-        Meta(gt=0, le=60, description="pause between two checks for new meshes and overdue answers, in seconds"),
+        float, Meta(gt=0, le=60, description="pause between two checks for new meshes and overdue answers, in seconds")
     ] = 1
 
 

@@ -27,13 +27,7 @@ from postroom.delivery.publication.link import Audit, Link
 from postroom.delivery.publication.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
 from postroom.delivery.publication.record import Record, WorkQueues
 from postroom.delivery.settings import StreamSettings
-from postroom.delivery.streams import (
-    Reconciled,
-    dead_letter_stream,
-    default_changes,
-    default_streams,
-    ensure_stream,
-)
+from postroom.delivery.streams import Reconciled, dead_letter_stream, default_changes, default_streams, ensure_stream
 from postroom.errors import Conflict, NotPermitted, PostroomError, Unavailable
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import Registry

@@ -131,13 +131,7 @@ class LetterOperations:
     """The dead letters of one context, for an operator."""
 
     def __init__(
-        self,
-        connection: Connection,
-        js: JetStreamContext | None,
-        context: str,
-        *,
-        actor: str,
-        log: Log | None = None,
+        self, connection: Connection, js: JetStreamContext | None, context: str, *, actor: str, log: Log | None = None
     ) -> None:
         """Without `js` only the record is read; `log` keeps what is done in addition to the letter's own note."""
         self._connection = connection

@@ -92,13 +92,7 @@ class _Problem(msgspec.Struct):
 class HandlerClient:
     """The connections to one handler; opened lazily inside the running event loop."""
 
-    def __init__(
-        self,
-        settings: HandlerSettings,
-        *,
-        secret: bytes | None = None,
-        guard: Guard | None = None,
-    ) -> None:
+    def __init__(self, settings: HandlerSettings, *, secret: bytes | None = None, guard: Guard | None = None) -> None:
         """Check the settings; raises `Fatal` (78) for an address or a file that cannot be used.
 
         Signs with `secret` rather than what `secret_file` holds; connects only to addresses that `guard` lets through.

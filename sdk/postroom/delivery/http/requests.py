@@ -91,11 +91,7 @@ def body(incoming: Incoming, consumer: str) -> bytes:
 
 def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[str, str]:
     """Return the request's headers without the signature."""
-    made = {
-        "Content-Type": "application/json",
-        IDEMPOTENCY_KEY: incoming.message_id,
-        "Postroom-Attempt": str(attempt),
-    }
+    made = {"Content-Type": "application/json", IDEMPOTENCY_KEY: incoming.message_id, "Postroom-Attempt": str(attempt)}
     if (traceparent := incoming.delivery.traceparent) is not None:
         made["traceparent"] = traceparent
     if last_error is not None:

@@ -153,13 +153,7 @@ class Webhooks(Consumers[str, WebhookConsumer]):
             try:
                 stream = await js.find_stream_name_by_subject(event_subject(webhook.mesh, webhook.topic))
                 begun = WebhookConsumer(
-                    webhook,
-                    js,
-                    stream,
-                    pool=self._pool,
-                    settings=self._settings,
-                    guard=self._guard,
-                    took=self.took,
+                    webhook, js, stream, pool=self._pool, settings=self._settings, guard=self._guard, took=self.took
                 )
             except NotFoundError:
                 continue  # it is not declared yet: the next look will find it
