@@ -25,7 +25,6 @@ import math
 import re
 from collections.abc import Awaitable, Sequence
 from datetime import datetime
-from types import TracebackType
 from typing import Any, Final, Protocol, overload
 from uuid import UUID, uuid4
 
@@ -233,9 +232,7 @@ class Handling:
             raise TypeError("this connection is not asynchronous: write `with inbox(…)`")
         return await self._begin()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await self._end()
 
@@ -244,9 +241,7 @@ class Handling:
             raise TypeError("this connection is asynchronous: write `async with inbox(…)`")
         return run_to_end(self._begin())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             run_to_end(self._end())
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 from urllib.parse import urlencode
 
@@ -330,9 +330,7 @@ class Calls:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
