@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Final, TextIO
 
@@ -69,7 +70,7 @@ def emptied(file: Path, source: BinaryIO) -> Iterator[TextIO]:
             stream.close()
 
 
-def open_source(file: Path) -> BinaryIO:
+def open_source(file: Path) -> BufferedReader:
     """Open a file or pipe of messages (`-`: standard input); raises `Fatal` where that can't be read."""
     if str(file) == "-":
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")

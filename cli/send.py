@@ -9,7 +9,7 @@ import codecs
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, TextIO
@@ -109,7 +109,8 @@ def send(
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
     if ndjson and (to is not None or common != Common()):
         raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
-    with open_source(source) as stream, ExitStack() as opened:
+    stream = open_source(source)
+    with closing(stream.raw), ExitStack() as opened:  # closing the buffer, which a thread reads, waits for a line
         refused = None if errors is None else opened.enter_context(emptied(errors, stream))
         send_lines(socket, stream, parse, refused, as_json=as_json)
 
