@@ -69,15 +69,18 @@ def spare_descriptors() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft - _DESCRIPTORS_KEPT
 
 
-def stop_on_signals(stop: asyncio.Event) -> None:
+def stop_on_signals(stop: asyncio.Event, *, patience: float | None = None) -> None:
     """Set `stop` on SIGTERM and SIGINT, and where the terminal closes, unless nohup(1) has SIGHUP ignored.
 
+    Where users' code runs on the loop, which it may block, the process ends after some `patience` (seconds) without it.
     A program inherits the signals that its parent has blocked.
     """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stop.set)
+            if patience is not None:  # the loop hears of the signal all the same, once it runs
+                signal.signal(number, lambda *_: end_within(patience, Exit.OK))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 

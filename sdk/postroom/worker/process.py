@@ -98,7 +98,7 @@ def run(config: WorkerConfig) -> None:
 
 async def _run(config: WorkerConfig) -> None:
     stop = asyncio.Event()
-    runtime.stop_on_signals(stop)
+    runtime.stop_on_signals(stop, patience=config.stop_seconds + _LEAVE_SECONDS)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(letting_go(stop))
         opening = asyncio.create_task(stack.enter_async_context(open_parts(config)), name="opening")

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -86,6 +88,32 @@ async def test_a_signal_sets_the_stop_event(number):
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         signal.signal(signal.SIGHUP, before)
+
+
+BLOCKED = """
+import asyncio, time
+from postroom.chassis.runtime import run, stop_on_signals
+
+async def block() -> None:
+    stop_on_signals(asyncio.Event(), patience=0.1)
+    print("blocked", flush=True)
+    time.sleep(600)
+
+run(block())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"blocked\n"
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert said == b"postroom: users' code does not end: the process ends without it (threads: none)\n"
 
 
 async def test_a_hangup_stops_no_program_that_ignores_it():
