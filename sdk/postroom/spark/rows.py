@@ -92,6 +92,7 @@ class RowReader:
         self._refuse = refuse
         self._read = 0  # rows of the task before those that are being read
         self._ids = RowIds(plan.namespace)
+        self._schema = plan.schema.toNullable()  # Arrow has no type for `array()`: nulls that may not be null
         self._converters = {field.name: converter(field.dataType) for field in plan.schema}
 
     def slices(self, batch: pa.RecordBatch) -> Iterator[list[Row]]:
@@ -99,7 +100,7 @@ class RowReader:
         for start in range(0, batch.num_rows, self._plan.batch_size):
             part = batch.slice(start, self._plan.batch_size)
             try:
-                rows = self._rows(_Columns(part, self._plan.schema, self._converters, self._read))
+                rows = self._rows(_Columns(part, self._schema, self._converters, self._read))
                 self._read += part.num_rows
             except InvalidMessage:
                 if self._refuse is None:
@@ -110,7 +111,7 @@ class RowReader:
     def _one_by_one(self, part: pa.RecordBatch, refuse: Refuse) -> Iterator[Row]:
         """Yield the rows of a slice that can be sent."""
         for index in range(part.num_rows):
-            columns = _Columns(part.slice(index, 1), self._plan.schema, self._converters, self._read)
+            columns = _Columns(part.slice(index, 1), self._schema, self._converters, self._read)
             try:
                 yield from self._rows(columns)
             except InvalidMessage as error:

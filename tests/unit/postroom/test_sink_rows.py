@@ -18,6 +18,7 @@ from pyspark.sql.types import (
     BinaryType,
     DateType,
     LongType,
+    NullType,
     StringType,
     StructField,
     StructType,
@@ -128,6 +129,18 @@ def test_a_time_at_the_end_of_the_calendar_is_sent_in_whatever_zone_the_session_
     text = at.replace(tzinfo=None).isoformat() + "Z"
     assert row.key == (text,)
     assert json.loads(row.request.body or "") == {"at": text, "all": [text, None]}
+
+
+def test_arrays_of_nothing_are_empty() -> None:
+    """Spark says of `array()` that it holds no null, and of its elements that they are nothing else."""
+    nothing = ArrayType(NullType(), containsNull=False)
+    schema = StructType().add("n", LongType()).add("all", nothing, nullable=False).add("held", ArrayType(nothing))
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([1]), pa.array([[]], pa.list_(pa.null())), pa.array([[[], None]], pa.list_(pa.list_(pa.null())))],
+        names=["n", "all", "held"],
+    )
+    ((row,),) = RowReader(plan_write({"id": "n", "to": "topic:orders"}, schema)).slices(batch)
+    assert json.loads(row.request.body or "") == {"n": 1, "all": [], "held": [[], None]}
 
 
 def test_meta_may_be_text_with_an_object() -> None:
