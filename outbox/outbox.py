@@ -35,7 +35,7 @@ from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
-from postroom._wire.sends import SETTLED, BulkFailure, BulkResult, OutboxRow
+from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
@@ -63,8 +63,8 @@ class Outbox(reader.Reader):
     """The durable queue of one daemon (docs/contract/send.md#send-42). Any task of one event loop may call it.
 
     A writing method returns once its result is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is
-    full, 503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, `failed`
-    is set and `run_until_failure` ends.
+    full, 503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, and
+    `run_until_failure` ends.
     """
 
     def __init__(
@@ -187,14 +187,6 @@ class Outbox(reader.Reader):
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
         return await self._store.submit(Known(Accept.of(sends, caller)))
-
-    async def wait(self, client_message_id: str, timeout: float) -> OutboxRow | None:  # noqa: ASYNC109 - either way the answer is a row
-        """Return the row of a send once it is done, dead or aborted, or as it is after `timeout` seconds."""
-        row = await self.find(client_message_id)
-        if row is None or row.status in SETTLED:
-            return row
-        await self.wait_all([row.id], timeout)
-        return await self.find(client_message_id)
 
     async def wait_all(self, row_ids: Sequence[str], timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
         """Return once each of the rows is done, dead or aborted, or after `timeout` seconds."""
@@ -556,11 +548,6 @@ class Outbox(reader.Reader):
     def progress(self) -> tuple[int, int]:
         """Transactions committed and operations answered since the start."""
         return self._store.transactions, self._store.operations
-
-    @property
-    def failed(self) -> asyncio.Event:
-        """Set once a commit's outcome is unknown."""
-        return self._store.failed
 
     async def run_until_failure(self) -> None:
         """Never return; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""

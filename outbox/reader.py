@@ -25,7 +25,7 @@ from outbox.model import (
     to_datetime,
 )
 from outbox.relay import read_claimed
-from outbox.settled import find_moved, find_row, find_rows, find_send, read_salt, text_of, unpack
+from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
 from postroom._wire.operations import VERBS, RowFilter
 from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain
@@ -80,15 +80,6 @@ class Reader:
     async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Call `read` with the connection and `arguments`: all its queries see the same rows."""
         return await self._store.read(lambda db: sqlite.in_snapshot(db, lambda: read(db, *arguments)))
-
-    async def find(self, client_message_id: str) -> OutboxRow | None:
-        """Return the row of a send, None where the id is free."""
-
-        def read(db: sqlite3.Connection) -> OutboxRow | None:
-            seq = find_send(db, client_message_id, read_salt(db))
-            return None if seq is None else _stored(db, seq)
-
-        return await self._read(read)
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
         """Return the rows of these sends, in any order, without one for an id that is free."""
@@ -201,12 +192,6 @@ class Reader:
             yield page
             if (cursor := page.next_cursor) is None:
                 return
-
-    async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
-        """Yield every matching row in age order, reading a page at a time."""
-        async for page in self.pages(row_filter):
-            for row in page.rows:
-                yield row
 
     async def unanswered(self, row_ids: Sequence[str]) -> list[Unanswered]:
         """Return those of the rows, pending or dead, that the broker was sent and did not answer for."""

@@ -368,8 +368,7 @@ class World:
                 continue
             name = chance.choice(waiting)
             with contextlib.suppress(Crashed, PostroomError):
-                row = await self.daemon.call(self.outbox.find(name))
-                if row is not None:
+                for row in await self.daemon.call(self.outbox.find_all([name])):
                     await self.daemon.call(self.outbox.act(cast(Any, verb), row.id, **_WHY))
                     self._strike(f"{verb} of a row")
                     self.note(f"{verb} {name}")

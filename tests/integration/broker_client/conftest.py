@@ -216,7 +216,8 @@ class Station:
 
     async def settled(self, *ids: str) -> list[Any]:
         """Wait until every one of these sends is done, dead or aborted; return their rows."""
-        return [await self.outbox.wait(one, 30) for one in ids]
+        await self.outbox.wait_all([(await self.outbox.row(one)).id for one in ids], 30)
+        return [await self.outbox.row(one) for one in ids]
 
     async def end(self) -> None:
         if self.ended:

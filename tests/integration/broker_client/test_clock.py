@@ -170,7 +170,7 @@ async def test_what_is_held_expires_too_though_there_is_nothing_to_post(scripted
     await sent(scripted_broker, answers)
     here = await station(scripted_broker.url, speed=100_000, expiry_seconds=3600)
     await here.send("held")
-    row = await here.outbox.find("held")
+    row = await here.outbox.row("held")
     await here.outbox.act("hold", row.id, caller=OPERATOR, reason="test")
     here.run()
     await until(lambda: here.relay.status().state == "relaying")
@@ -183,12 +183,12 @@ async def test_a_start_with_a_clock_years_behind_dates_rows_no_earlier_than_the_
 ):
     here = await station(scripted_broker.url)
     await here.send("before")
-    before = await here.outbox.find("before")
+    before = await here.outbox.row("before")
     await here.end()
     again = await station(scripted_broker.url)
     again.clock.jump(-YEARS)
     await again.send("wrong")
-    wrong = await again.outbox.find("wrong")
+    wrong = await again.outbox.row("wrong")
     assert wrong.enqueued_at >= before.enqueued_at  # later where the start itself took its time by the right clock
     again.clock.jump(YEARS)
     await sent(scripted_broker, answers)

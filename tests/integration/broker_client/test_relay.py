@@ -171,5 +171,5 @@ async def test_what_the_broker_needs_being_away_burns_no_attempt_of_the_backlog(
     await until(lambda: here.relay.status().state == "waiting")
     assert "outcome_unknown" in (here.relay.status().reason or "")
     assert sum(map(len, scripted_broker.batches)) <= 2000
-    posted = [(await here.outbox.find(message_id)).attempts for message_id in scripted_broker.batches[0]]
+    posted = [(await here.outbox.row(message_id)).attempts for message_id in scripted_broker.batches[0]]
     assert set(posted) == {0}

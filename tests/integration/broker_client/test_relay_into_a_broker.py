@@ -209,7 +209,7 @@ async def test_a_crash_after_the_brokers_commit_makes_no_second_message(
     await runner.cleanup()
     await assert_each_is_accepted_once(postgres, ids)
     here = await station(broker.url)
-    assert {row.status for row in [row async for row in here.outbox.export(RowFilter())]} == {"pending"}
+    assert {row.status async for page in here.outbox.pages(RowFilter()) for row in page.rows} == {"pending"}
     here.run()
     assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 2)}
     assert here.relay.counters.attempts["duplicate"] == 300
@@ -251,7 +251,7 @@ async def test_a_requeue_after_a_lost_answer_makes_no_second_message(real_broker
 
 
 async def _is_unanswered(here, client_message_id: str) -> bool:
-    return (await here.outbox.find(client_message_id)).unanswered_at is not None
+    return (await here.outbox.row(client_message_id)).unanswered_at is not None
 
 
 async def test_a_broker_that_goes_away_in_the_middle_and_comes_back_has_every_message_once(

@@ -261,7 +261,7 @@ async def test_a_poison_message_in_a_batch_of_500_is_found_by_halving_and_backed
     before = len(scripted_broker.batches)
     assert before < 40
     await until(lambda: here.relay.counters.attempts["failed"] >= 3)
-    row = await here.outbox.find(poison)
+    row = await here.outbox.row(poison)
     assert row.status in {"pending", "inflight"}
     assert row.attempts >= 2
     assert scripted_broker.batches[before + 1 :] == [[poison]] * (len(scripted_broker.batches) - before - 1)

@@ -81,7 +81,7 @@ async def test_what_the_broker_has_not_is_retired(station: Any, scripted_broker:
     losing(scripted_broker, accepting=False)
     await posted_unanswered(here, scripted_broker, "a")
     await here.outbox.act(verb, "a", **WHY)
-    assert (await here.outbox.find("a")).status == "aborted"
+    assert (await here.outbox.row("a")).status == "aborted"
 
 
 @pytest.mark.parametrize("verb", ["requeue", "abort"])
@@ -96,7 +96,7 @@ async def test_while_the_broker_cannot_be_asked_only_force_retires_and_the_log_k
     with pytest.raises(Conflict, match=r"cannot connect to .*or force it") as refusal:
         await here.outbox.act(verb, "a", **WHY)
     assert refusal.value.code == "outcome_unknown"
-    assert (await here.outbox.find("a")).status == "pending"
+    assert (await here.outbox.row("a")).status == "pending"
 
     await here.outbox.act(verb, "a", force=True, **WHY)
     (line,) = (await here.outbox.inspect("a")).log
@@ -136,11 +136,11 @@ async def test_a_row_that_expired_unanswered_is_asked_for(station: Any, scripted
     await posted_unanswered(here, scripted_broker, "a")
     here.clock.jump(1000)
     assert await here.outbox.expire(here.clock.now_ms() - 3_600_000) == 1
-    assert (await here.outbox.find("a")).last_error.startswith("expired")
+    assert (await here.outbox.row("a")).last_error.startswith("expired")
     with pytest.raises(Conflict) as refusal:
         await here.outbox.act("requeue", "a", **WHY)
     assert refusal.value.code == "already_accepted"
-    assert (await here.outbox.find("a")).status == "done"
+    assert (await here.outbox.row("a")).status == "done"
 
 
 async def test_a_row_that_was_claimed_when_the_daemon_died_is_asked_for(station: Any, scripted_broker: Any) -> None:
@@ -163,7 +163,7 @@ async def test_a_post_that_a_stop_broke_off_is_asked_for(station: Any, scripted_
     here.run()
     await scripted_broker.until(lambda: scripted_broker.batches)
     await here.relay.stop()
-    assert (await here.outbox.find("a")).unanswered_at is not None
+    assert (await here.outbox.row("a")).unanswered_at is not None
 
 
 async def test_rows_that_a_pause_gave_back_unposted_are_not_unanswered(station: Any, scripted_broker: Any) -> None:

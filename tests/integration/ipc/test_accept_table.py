@@ -34,7 +34,7 @@ CELLS = [
 
 async def bring(room: Any, state: str) -> None:
     """Move the only row to `state`, as the relay or an operator would."""
-    row = await room.outbox.find("k")
+    row = await room.outbox.row("k")
     if state in ("inflight", "done", "dead"):
         await room.outbox.claim()
     if state == "done":
@@ -112,7 +112,7 @@ async def test_of_32_posts_at_once_with_one_id_one_content_wins(room: Any) -> No
     statuses = sorted(reply.status for reply in replies)
     assert statuses == [202] * 16 + [409] * 16
     assert sum("idempotent-replayed" not in reply.headers for reply in replies if reply.status == 202) == 1
-    assert {reply.json["outbox_id"] for reply in replies if reply.status == 202} == {(await room.outbox.find("k")).id}
+    assert {reply.json["outbox_id"] for reply in replies if reply.status == 202} == {(await room.outbox.row("k")).id}
     assert await room.rows() == 1
 
 

@@ -29,7 +29,7 @@ async def test_an_event_in_either_mode_is_one_message(room: Any) -> None:
     binary, structured = to_binary(EVENT, JSONFormat()), to_structured(EVENT, JSONFormat())
     first = await post(room, binary.headers | {"content-type": "application/json"}, binary.body)
     assert first.status == 202, first.body
-    row = await room.outbox.find(first.json["client_message_id"])
+    row = await room.outbox.row(first.json["client_message_id"])
     (claimed,) = await room.outbox.claim()
     envelope = msgspec.json.decode(claimed.payload, type=Envelope)
     assert (claimed.client_message_id, row.destination) == (first.json["client_message_id"], "topic:orders")

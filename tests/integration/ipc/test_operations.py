@@ -153,7 +153,7 @@ async def test_a_reason_that_says_nothing_or_has_a_nul_is_refused(room: Any, pat
 async def test_a_verb_needs_a_reason(room: Any, body: dict[str, Any]) -> None:
     await send(room, "k")
     assert (await room.request("POST", "/v1/outbox/k/abort", body)).status == 400
-    assert (await room.outbox.find("k")).status == "pending"
+    assert (await room.outbox.row("k")).status == "pending"
 
 
 async def test_a_key_twice_in_a_verb_is_a_400(room: Any) -> None:
@@ -291,7 +291,7 @@ async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> No
     room = await open_room(late_seconds=0.001)
     await room.send({"to": "topic:a", "not_before": "2090-01-01T00:00:00Z"})
     await room.send({"to": "topic:a"}, idempotency_key="held")
-    row = await room.outbox.find("held")
+    row = await room.outbox.row("held")
     await room.outbox.act("hold", row.id, caller=Caller(0, 0), reason="test")
     assert (await room.outbox.counts()).due_ms == 0
     (claimed,) = [await room.outbox.act("release", row.id, caller=Caller(0, 0), reason="test")]

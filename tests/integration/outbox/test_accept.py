@@ -22,7 +22,7 @@ async def test_a_free_id_gets_a_pending_row(outbox: Outbox) -> None:
         enqueued_at=START,
         submitted_uid=1000,
     )
-    found = await outbox.find("id-1")
+    found = await outbox.row("id-1")
     assert found is not None
     assert (found.id, found.status, found.submitted_by, found.attempts) == (row.row_id, "pending", "1000:1000", 0)
 
@@ -31,7 +31,7 @@ async def test_a_free_id_gets_a_pending_row(outbox: Outbox) -> None:
 @pytest.mark.parametrize("status", STATES)
 async def test_a_used_id_gets_its_row_and_changes_nothing(outbox: Outbox, clock: Clock, status: str, body: str) -> None:
     row_id = await row_in(outbox, status)
-    before = await outbox.find("id-1")
+    before = await outbox.row("id-1")
     clock.forward(5)
     (row,) = await accepted(outbox, send(body=body), caller=Caller(2000, 2000))
     assert (row.inserted, row.row_id, row.status) == (False, row_id, status)
@@ -40,7 +40,7 @@ async def test_a_used_id_gets_its_row_and_changes_nothing(outbox: Outbox, clock:
     assert (row.enqueued_at, row.submitted_uid, row.destination) == (START, 1000, "topic:orders")
     assert (row.broker_message_id, row.history_id) == (("BROKER-1", 7) if status == "done" else (None, None))
     assert row.last_error == ("topic_not_found: there is no topic orders" if status == "dead" else None)
-    assert await outbox.find("id-1") == before
+    assert await outbox.row("id-1") == before
 
 
 async def test_one_id_twice_in_one_batch_is_answered_as_one_after_the_other(outbox: Outbox) -> None:

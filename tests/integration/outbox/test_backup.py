@@ -81,7 +81,7 @@ async def test_a_backup_opens_as_an_outbox_with_payloads_and_with_who_made_it(ou
     await copied(outbox, tmp_path / "there" / "outbox.db")
     await accepted(outbox, send("later"))
     async with await Outbox.open(tmp_path / "there") as restored:
-        assert (await restored.find("later")) is None
+        assert (await restored.find_all(["later"])) == []
         (claimed,) = await restored.claim()
         assert (claimed.row_id, claimed.payload) == (row.row_id, send("kept", "a body").payload)
         assert (await restored.relay_controls())[""].paused
@@ -153,7 +153,7 @@ async def test_a_restored_outbox_is_the_backup_and_what_was_there_stays_as_it_wa
     assert (aside.read_bytes(), Path(f"{aside}-wal").read_bytes()) == (before, b"a log that is not of the backup")
     assert database.stat().st_mode & 0o777 == 0o600
     async with await open_outbox() as outbox:
-        assert (await outbox.find("kept")) is not None
+        assert await outbox.row("kept")
         (again,) = await accepted(outbox, send("later"))  # its id is free again
         assert again.inserted
         log = (await outbox.operations(LogQuery())).lines
@@ -267,7 +267,7 @@ async def test_a_restore_that_fails_half_way_says_where_the_outbox_is_and_can_be
     assert f"the old outbox is {aside}, try again" in str(failed.value)
     restore(state, tmp_path / "copy.db", "the disk was lost")
     async with await open_outbox() as outbox:
-        assert (await outbox.find("kept")) is not None
+        assert await outbox.row("kept")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ async def test_a_claimed_row_is_inflight_and_not_claimed_again(outbox: Outbox) -
     await accepted(outbox, send())
     await outbox.claim()
     assert await outbox.claim() == []
-    found = await outbox.find("id-1")
+    found = await outbox.row("id-1")
     assert found is not None
     assert found.status == "inflight"
 

@@ -81,7 +81,7 @@ async def test_a_full_disk_refuses_and_the_outbox_goes_on_when_space_is_back(out
     assert (large[0].problem.status, large[0].code, large[0].retryable) == (507, "disk_full", True)
     assert isinstance(small[0], AcceptedRow)
     assert outbox.healthy
-    assert await outbox.find("large") is None
+    assert await outbox.find_all(["large"]) == []
     await limit_pages(outbox, 1_000_000)
     (row,) = await accepted(outbox, send("large", "x" * 100_000))
     assert row.inserted
@@ -174,7 +174,7 @@ async def main(directory):
     )
     for outcome in outcomes:
         print(type(outcome).__name__, outcome.code, outcome.problem.status, outcome.retryable)
-    print("healthy", outbox.healthy, "failed", outbox.failed.is_set())
+    print("healthy", outbox.healthy, "failed", outbox._store.failed.is_set())
     for operation in (outbox.accept([send("c")], ALICE), outbox.claim()):
         try:
             await operation
@@ -200,7 +200,7 @@ async def test_a_failing_disk_leaves_the_outcome_unknown_and_ends_the_outbox(sta
         "exit 74",
     ]
     outbox = await Outbox.open(state)  # checks the file, since the stop was not clean
-    assert await outbox.find("kept") is not None
+    assert await outbox.row("kept")
     await outbox.close()
 
 
@@ -240,9 +240,8 @@ async def test_what_accept_returned_is_there_after_kill_9(state: Path) -> None:
         rest, _ = await program.communicate()
         answered += rest.decode().split("\n")[:-1]
         outbox = await Outbox.open(state / str(round_))
-        rows = [await outbox.find(client_message_id) for client_message_id in answered]
-        assert all(row is not None for row in rows)
-        assert {row.status for row in rows if row is not None} == {"pending"}  # inflight rows are taken back
+        rows = [await outbox.row(client_message_id) for client_message_id in answered]
+        assert {row.status for row in rows} == {"pending"}  # inflight rows are taken back
         counts = (await outbox.counts()).rows
         await outbox.close()
         assert counts == counted(state / str(round_) / "outbox.db")

@@ -353,7 +353,7 @@ async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
     assert pruned == [("aborted",), ("done",)]
     assert (await outbox.counts()).payload_bytes == sizes
     assert [verb for verb, _ in lines] == ["prune", "prune"]
-    row = await outbox.find("done")
+    row = await outbox.row("done")
     assert row is not None
     assert row.payload_pruned_at is not None
     assert (row.payload_bytes, row.broker_message_id, row.request_fingerprint) == (

@@ -130,15 +130,14 @@ async def test_payloads_go_after_a_time_by_a_confirmed_clock_and_rows_that_waite
         pruning = asyncio.create_task(outbox.prune_by_age(confirmed_time))
 
         async def all_are_pruned() -> bool:
-            row = await outbox.find("old-299")
-            return row is not None and row.payload_pruned_at is not None
+            return (await outbox.row("old-299")).payload_pruned_at is not None
 
         assert not await all_are_pruned()
         confirmed.set()
         await until_so(all_are_pruned)
         pruning.cancel()
-        rows = {row.client_message_id: row.payload_pruned_at async for row in outbox.export(RowFilter())}
-    assert {name for name, pruned_at in rows.items() if pruned_at is None} == {"waits", "young"}
+        listed = (await outbox.list_rows(RowFilter(), limit=1000)).rows
+    assert {row.client_message_id for row in listed if row.payload_pruned_at is None} == {"waits", "young"}
 
 
 async def test_dead_rows_count_as_waiting_and_the_refusal_says_so(open_outbox: OpenOutbox) -> None:
@@ -199,8 +198,7 @@ async def test_a_pruned_row_is_answered_shown_and_refused_like_any_other(outbox:
     assert (await outbox.list_rows(RowFilter(status=status))).rows == [after]  # type: ignore[arg-type]
     assert (await outbox.list_rows(RowFilter(ids=[name]))).rows == [after]
     assert (await outbox.list_rows(RowFilter(ids=[row_id]))).rows == [after]
-    assert await outbox.find(name) == after
-    assert await outbox.wait(name, 1) == after
+    assert await outbox.row(name) == after
     assert await outbox.find_all([name, "nobody"]) == [after]
     for verb in VERBS.keys() - {"requeue"}:
         with pytest.raises(Conflict, match=f"cannot {verb} row {row_id}: it is {status}"):
@@ -246,7 +244,7 @@ async def test_numbers_go_on_after_the_newest_row_was_pruned(outbox: Outbox, ope
     again = await open_outbox()
     await accepted(again, send("e"))
     await again.act("requeue", "e", **WHY)
-    names = [row.client_message_id async for row in again.export(RowFilter())]
+    names = [row.client_message_id for row in (await again.list_rows(RowFilter())).rows]
     assert names[:-1] == ["a", "b", "c", "d", "e"]
     with opened(again._store.path) as db:
         assert db.execute(
@@ -277,7 +275,7 @@ async def test_ids_with_one_key_are_told_apart(outbox: Outbox, monkeypatch: pyte
         await settled_row(outbox, "done", name)
     rows = await accepted(outbox, *(send(name) for name in ("b", "new", "c")))
     assert [(row.inserted, row.status) for row in rows] == [(False, "done"), (True, "pending"), (False, "done")]
-    row = await outbox.find("b")
+    row = await outbox.row("b")
     assert row is not None
     assert row.client_message_id == "b"
 

@@ -12,14 +12,12 @@ from postroom._wire.sends import OutboxRow
 
 
 async def found(outbox: Outbox, client_message_id: str = "id-1") -> OutboxRow:
-    row = await outbox.find(client_message_id)
-    assert row is not None
-    return row
+    return await outbox.row(client_message_id)
 
 
-async def watched(outbox: Outbox, row_id: str) -> asyncio.Future[OutboxRow | None]:
+async def watched(outbox: Outbox, row_id: str) -> asyncio.Future[None]:
     """Begin to wait for a row, and return once that has begun."""
-    waiting = asyncio.ensure_future(outbox.wait("id-1", 600))
+    waiting = asyncio.ensure_future(outbox.wait_all([row_id], 600))
     await until(lambda: row_id in outbox._watchers._events, pause=0)
     return waiting
 
@@ -172,9 +170,8 @@ async def test_waiting_for_a_send_ends_when_it_settles(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "inflight")
     waiting = await watched(outbox, row_id)
     await outbox.settle([done(row_id)])
-    row = await asyncio.wait_for(waiting, 30)
-    assert row is not None
-    assert row.status == "done"
+    await asyncio.wait_for(waiting, 30)
+    assert (await found(outbox)).status == "done"
 
 
 @pytest.mark.parametrize("verb", ["abort", "requeue"])
@@ -182,25 +179,19 @@ async def test_waiting_for_a_send_ends_when_an_operator_retires_it(outbox: Outbo
     row_id = await row_in(outbox, "pending")
     waiting = await watched(outbox, row_id)
     await outbox.act(verb, row_id, **WHY)
-    row = await asyncio.wait_for(waiting, 30)
-    assert row is not None
-    assert row.status == "aborted"
+    await asyncio.wait_for(waiting, 30)
+    assert (await found(outbox)).status == "aborted"
 
 
-async def test_waiting_ends_with_the_row_as_it_is(outbox: Outbox) -> None:
-    await row_in(outbox, "pending")
-    row = await outbox.wait("id-1", 0)
-    assert row is not None
-    assert row.status == "pending"
-    assert await outbox.wait("no such id", 600) is None
+async def test_waiting_leaves_the_row_as_it_is(outbox: Outbox) -> None:
+    await outbox.wait_all([await row_in(outbox, "pending")], 0)
+    assert (await found(outbox)).status == "pending"
     assert outbox._watchers._events == {}
 
 
 async def test_a_settled_send_is_not_waited_for(outbox: Outbox) -> None:
-    await row_in(outbox, "dead")
-    row = await asyncio.wait_for(outbox.wait("id-1", 600), 30)
-    assert row is not None
-    assert row.status == "dead"
+    row_id = await row_in(outbox, "dead")
+    await asyncio.wait_for(outbox.wait_all([row_id], 600), 30)
 
 
 async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -> None:

@@ -140,7 +140,7 @@ async def test_no_row_is_written_without_its_payload(outbox: Outbox) -> None:
     )
     with pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"):
         await outbox._store.run(lambda db: db.execute(copy, (row_id,)))
-    assert await outbox.find("new") is None
+    assert await outbox.find_all(["new"]) == []
 
 
 async def test_the_operator_log_is_append_only(outbox: Outbox, database: Path) -> None:
