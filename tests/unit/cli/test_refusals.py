@@ -18,7 +18,7 @@ LIBRARY: Final = (
     "once",
     "worker",
     "delivery/dead_letters",
-    "delivery/publishing",
+    "delivery/publication",
 )
 # raised within a worker, where a person reads them as why a step of a job failed, and the job says what helps
 WITHIN: Final = ("ledger/legs.py", "worker/jobs.py", "ledger/errors.py")
