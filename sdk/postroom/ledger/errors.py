@@ -29,11 +29,6 @@ class Missing(Fault):
 
     reaction = Reaction.ACKNOWLEDGE
 
-    @classmethod
-    def of_activity(cls, activity: object) -> Self:
-        """Say that there is no such activity."""
-        return cls.of("activity_missing", f"there is no activity {activity}: its job was removed, or never begun")
-
 
 class Duplicate(Fault):
     """It has happened already: the message is a replay."""
@@ -51,33 +46,17 @@ class Inactive(Fault):
 
     reaction = Reaction.ACKNOWLEDGE
 
-    @classmethod
-    def of_activity(cls, activity: object, state: str) -> Self:
-        """Say what state forbids it."""
-        return cls.of("inactive", f"the activity {activity} accepts no message: {state}")
-
 
 class Forbidden(Fault):
     """Leg 2 before leg 1 is complete, or a step before the one that it follows: it comes again later."""
 
     reaction = Reaction.RETRY
 
-    @classmethod
-    def of_step(cls, step: str, needs: str) -> Self:
-        """Say which step was refused, and what it waits for."""
-        return cls.of("forbidden", f"{step} comes after {needs}: try again later", retryable=True)
-
 
 class Held(Fault):
     """Another worker does it now."""
 
     reaction = Reaction.RETRY
-
-    @classmethod
-    def of_seconds(cls, seconds: float) -> Self:
-        """Say for how many `seconds` their lease lasts, unless they renew it."""
-        detail = f"another worker has it, for {seconds:.0f} s unless it renews its lease: try again later"
-        return cls.of("held", detail, retryable=True, retry_after=seconds)
 
 
 class LeaseLost(Fault):
@@ -96,13 +75,6 @@ class Exhausted(Fault):
     """Every attempt that the activity's policy allows has begun, and the last did not end."""
 
     reaction = Reaction.ESCALATE
-
-    @classmethod
-    def of_attempts(cls, leg: str, most: int, last_error: str | None) -> Self:
-        """Say what became of the last attempt, and why an earlier one failed, where one did."""
-        ended = f"attempt {most} of {most} of {leg} ended without a result: its worker was killed, or lost its lease"
-        before = "" if last_error is None else f"; an earlier attempt failed: {last_error}"
-        return cls.of("exhausted", ended + before)
 
 
 class Overflow(Fault):

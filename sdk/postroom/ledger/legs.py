@@ -186,14 +186,6 @@ class HandlerFailed(PostroomError):
     attempt: int = 1  # that failed
     completion: bool = False  # the handler is that of the flow's completion
 
-    @classmethod
-    def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
-        """Say what the handler raised, at which attempt."""
-        whose = "the completion: " if completion else ""
-        failed = cls.of("handler_failed", whose + error_text(error), retryable=True)
-        failed.attempt, failed.completion = attempt, completion
-        return failed
-
 
 @dataclass(kw_only=True)
 class Running:
@@ -323,8 +315,10 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
         raise
     except Exception as error:
         went_on = isinstance(error, InFailedSQLTransactionError)
-        said = InvalidFlow.of("transaction_failed", _FAILED) if went_on else error
-        failed = HandlerFailed.of_error(said, entry.attempt, completion=completion)
+        said = error_text(InvalidFlow.of("transaction_failed", _FAILED) if went_on else error)
+        whose = "the completion: " if completion else ""
+        failed = HandlerFailed.of("handler_failed", whose + said, retryable=True)
+        failed.attempt, failed.completion = entry.attempt, completion
         _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
         try:
             async with running.pool.acquire() as connection:

@@ -271,23 +271,28 @@ def _claim(key: Key, owner: UUID, row: asyncpg.Record, until: float) -> Claim:
 def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) -> asyncpg.Record:
     """Return the row of a primitive that was done; raises the fault that refused it."""
     if row is None:
-        raise Missing.of_activity(activity)
+        detail = f"there is no activity {activity}: its job was removed, or never begun"
+        raise Missing.of("activity_missing", detail)
     match row["verdict"]:
         case "done":
             return row
         case "inactive":
-            raise Inactive.of_activity(activity, row["state"])
+            raise Inactive.of("inactive", f"the activity {activity} accepts no message: {row['state']}")
         case "duplicate":
             raise Duplicate.of_what(f"{step} of the activity {activity} is done")
         case "forbidden":
-            raise Forbidden.of_step(step, needs)
+            raise Forbidden.of("forbidden", f"{step} comes after {needs}: try again later", retryable=True)
         case "held":
-            raise Held.of_seconds(row["seconds"])
+            detail = f"another worker has it, for {row['seconds']:.0f} s unless it renews its lease: try again later"
+            raise Held.of("held", detail, retryable=True, retry_after=row["seconds"])
         case "lease_lost":
             raise LeaseLost.of_entry()
         case "exhausted":
             closed = step == "leg 2" and decode_guid(row["ledger"]).job_closed
-            raise Exhausted.of_attempts("the completion" if closed else step, row["attempt"], row["last_error"])
+            attempt = f"attempt {row['attempt']} of {row['attempt']} of {'the completion' if closed else step}"
+            before = "" if row["last_error"] is None else f"; an earlier attempt failed: {row['last_error']}"
+            detail = f"{attempt} ended without a result: its worker was killed, or lost its lease{before}"
+            raise Exhausted.of("exhausted", detail)
         case "overflow" if step == "leg 1":
             raise Overflow.of_leg1(render(row["ledger"]))
         case _:

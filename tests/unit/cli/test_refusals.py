@@ -21,7 +21,7 @@ LIBRARY: Final = (
     "delivery/publication",
 )
 # raised within a worker, where a person reads them as why a step of a job failed, and the job says what helps
-WITHIN: Final = ("ledger/legs.py", "worker/jobs.py", "ledger/errors.py")
+WITHIN: Final = ("ledger/legs.py", "worker/jobs.py", "ledger/errors.py", "ledger/primitives.py")
 # what to do, in the order of how often it is said
 ORDERS: Final = [
     "use",
