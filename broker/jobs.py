@@ -8,8 +8,7 @@ import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, any_mesh, own_mesh
-from broker.database import Database
-from broker.operator import check_mesh, each, keep_log
+from broker.operator import Handlers, check_mesh, each, keep_log
 from broker.requests import decode_body
 from postroom._wire.jobs import JOBS, Job, JobFilter, JobPage, JobsQuery, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import CHANGES, Result, invalid_cursor
@@ -35,11 +34,8 @@ _WITHHELD: Final = msgspec.Raw(b"null")  # a body, for callers that may only loo
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
-class Jobs:
+class Jobs(Handlers):
     """The handlers of the routes of jobs."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def start(self, request: web.Request) -> web.Response:
         """`POST /v1/jobs`: a flow by its name; a worker that has it does the rest."""

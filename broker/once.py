@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL
-from broker.database import QUERIES, Database
-from broker.operator import each, keep_log, refuse_mesh
+from broker.database import QUERIES
+from broker.operator import Handlers, each, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.nouns import Result
 from postroom._wire.once import KEYS, KeptKey, KeyDetails, KeyName, KeyNote, KeyPage, KeysQuery, key_held, key_missing
@@ -26,11 +26,8 @@ from postroom.once.postgres import is_ours
 _ONCE: Final = load_queries("postroom.once", "sql/postgres.sql")
 
 
-class Keys:
+class Keys(Handlers):
     """The handlers of the routes of keys."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/once`: empty where no program keeps keys there yet."""

@@ -69,6 +69,13 @@ class Nats:
             await nats.close()
 
 
+class Handlers:
+    """The handlers of a noun whose things are in Postgres alone."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+
 def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:
     """Return the routes by which operators see and change a noun.
 
@@ -161,11 +168,8 @@ async def changing(
         await keep_log(connection, principal.actor, verb, noun, *key, outcome=outcome)
 
 
-class OperatorLog:
+class OperatorLog(Handlers):
     """The handler of the log's route."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/operator_log`: an operator of one mesh sees the lines of that alone."""

@@ -14,7 +14,7 @@ from broker.authentication import PRINCIPAL, any_mesh, member_of
 from broker.database import Database
 from broker.limiter import Limiter
 from broker.metrics import Metrics
-from broker.operator import check_mesh
+from broker.operator import Handlers, check_mesh
 from broker.requests import decode, received
 from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report, ReportHead
@@ -27,11 +27,8 @@ _DISTRIBUTION: Final = "postroom-server"
 _READY_SECONDS: Final = 2.0
 
 
-class Programs:
+class Programs(Handlers):
     """The handlers of the routes of programs."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def report(self, request: web.Request) -> web.Response:
         """`POST /v1/programs`: from a daemon, which has the name of the member that it acts as."""
@@ -63,11 +60,8 @@ def _decode_report(body: bytes) -> ReportHead:
         return head
 
 
-class Minutes:
+class Minutes(Handlers):
     """The handler of the route of minutes."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/minutes`."""

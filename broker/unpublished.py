@@ -12,7 +12,7 @@ from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.operator import BRIEFLY, PATIENCE, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
+from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
@@ -180,11 +180,8 @@ def _id(info: ConsumerInfo) -> str:
     return f"{info.stream_name}/{info.name}"
 
 
-class Sources:
+class Sources(Handlers):
     """The handlers of the routes of the sources: events, deliveries and letters."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/sources`: the backlog of each, of one mesh or of all."""
