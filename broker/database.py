@@ -75,7 +75,9 @@ class Database:
                 name=_NAME,
                 connections=connections,
                 settings={"enable_nestloop": "off"},
-                on_connect=_know_incarnation,
+                # A failover or a restore breaks every connection: the first that leads to another database than before
+                # begins a new incarnation, and nothing is accepted over it earlier.
+                on_connect=lambda connection: connection.fetchval(QUERIES["current_incarnation"]),
             )
             undo.push_async_callback(close_pool, accepting)
             tokens = await postgres.open_pool(url, name=_NAME, connections=1, kept=0)
@@ -154,10 +156,8 @@ async def unavailable_as_503() -> AsyncIterator[None]:
         yield
     except UNREACHABLE as error:
         raise _unavailable("the broker cannot reach its database: try again") from error
-    except _NOT_NOW as error:
-        _log.warning(
-            "postgres_refused", error=type(error).__name__, sqlstate=error.sqlstate
-        )  # its text may quote a row
+    except _NOT_NOW as error:  # its text may quote a row
+        _log.warning("postgres_refused", error=type(error).__name__, sqlstate=error.sqlstate)
         raise _unavailable("the broker's database cannot do this now: try again") from error
 
 
@@ -168,14 +168,6 @@ def _unavailable(sentence: str) -> TryAgain:
 async def check_version(connection: Connection) -> None:
     """Raise `Fatal` (78) unless the schema is this program's, and say what to do."""
     await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
-
-
-async def _know_incarnation(connection: Connection) -> None:
-    """Begin a new incarnation before anything is accepted over a connection that leads to another database than before.
-
-    A failover or a restore breaks every connection, so the first that is opened after it notices.
-    """
-    await connection.fetchval(QUERIES["current_incarnation"])
 
 
 async def migrate(url: str) -> list[str]:

@@ -116,18 +116,14 @@ def split(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
             places = msgspec.structs.astuple(_decode_request(body).messages)
     messages = list(takewhile(lambda place: place is not msgspec.UNSET, places))
     if 0 < len(messages) <= max_batch:
-        if len(body) != _ENCLOSING + len(messages) + sum(map(len, messages)):  # there is room for another list
-            _refuse_two_lists(body)
+        if len(body) != _ENCLOSING + len(messages) + sum(map(len, messages)):  # there is room for more
+            # refuse another list before the one that counts, which would be ignored
+            ends = len(body.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE))
+            if _BEFORE.fullmatch(body, 0, ends - len(_decode_list(body).messages)) is None:
+                refuse("duplicate_key", "the key 'messages' is given twice in one object", "messages")
         yield from messages
     else:
         yield from _one_by_one(body, max_batch)
-
-
-def _refuse_two_lists(body: bytes | bytearray) -> None:
-    """Refuse a batch with a list of messages before the one that counts, which would be ignored."""
-    ends = len(body.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE))
-    if _BEFORE.fullmatch(body, 0, ends - len(_decode_list(body).messages)) is None:
-        refuse("duplicate_key", "the key 'messages' is given twice in one object", "messages")
 
 
 def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:

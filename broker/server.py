@@ -1,13 +1,11 @@
 """The broker as a process: config → Postgres, Redis, limiter → HTTP → wait → stop in the opposite order."""
 
 import asyncio
-import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, cast
 
 import structlog
@@ -111,7 +109,9 @@ async def serving(services: Services) -> AsyncIterator[str]:
         if config.socket_path is None:
             yield await listening(runner, config.listen_host, config.listen_port, tls)
         else:
-            sock = stack.enter_context(_unix_socket(config.socket_path, config.socket_group))
+            sock = unix_listener(config.socket_path, config.socket_group)
+            stack.callback(remove, config.socket_path, config.socket_path.lstat().st_ino)
+            sock.setblocking(False)
             await web.SockSite(runner, sock, ssl_context=tls).start()
             yield f"unix://{config.socket_path}"
 
@@ -156,18 +156,6 @@ def timed_server(app: web.AppRunner, services: Services) -> LimitedServer:
         access_log=None,
         auto_decompress=False,
     )
-
-
-@contextmanager
-def _unix_socket(path: Path, group: str | None) -> Iterator[socket.socket]:
-    """Listen on `path`, and remove its file at the end."""
-    sock = unix_listener(path, group)
-    inode = path.lstat().st_ino
-    sock.setblocking(False)
-    try:
-        yield sock
-    finally:
-        remove(path, inode)
 
 
 def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
