@@ -8,7 +8,7 @@ Each answers for what it keeps; `follow_trace` asks both and puts the parts toge
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -199,78 +199,43 @@ def steps_of(
     """List the steps of outbox rows, each before its successor: when it was kept, each post, and what operators did."""
     steps: list[Step] = []
     successors: dict[str, str] = {}  # the step that each row follows from
+
+    def add(id_: str, what: str, thing: str, outcome: Outcome, at: datetime | None, **rest: Any) -> Step:
+        steps.append(Step(id=id_, what=what, thing=thing, outcome=outcome, at=at, place=place, **rest))
+        return steps[-1]
+
     for row in rows:
-        kept = Step(
-            id=f"row:{row.id}",
-            what="kept",
-            thing=row.id,
-            outcome=_OUTCOMES[row.status],
-            parent=successors.get(row.id),
-            at=row.enqueued_at,
-            place=place,
-            ids={
-                NAME: row.client_message_id,
-                "to": row.destination,
-                "submitted_by": row.submitted_by or "",
-                **({} if row.traceparent is None else {TRACEPARENT: row.traceparent}),
-            },
-        )
-        steps.append(kept)
+        ids = {NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""}
+        ids |= {} if row.traceparent is None else {TRACEPARENT: row.traceparent}
+        parent = successors.get(row.id)
+        kept = add(f"row:{row.id}", "kept", row.id, _OUTCOMES[row.status], row.enqueued_at, parent=parent, ids=ids)
         failed = [posts for posts in failed_posts if posts.row_id == row.id]
         if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
             code = (row.last_error or "").partition(":")[0]
             # of what failed last, the row itself says more
-            latest = (
-                failed.pop() if failed and row.status not in ("done", "inflight") and failed[-1].code == code else None
-            )
+            known = failed and row.status not in ("done", "inflight") and failed[-1].code == code
+            latest = failed.pop() if known else None
             phase = _PHASES.get(code, "B1" if code.startswith("invalid_") else None)
             reason = row.last_error if phase is None else f"refused in {phase}: {row.last_error}"
             if row.status == "done":
                 reason = "the broker had accepted it before" if row.duplicate else None
             elif row.unanswered_at is not None:
                 reason = f"the broker did not answer, and may have accepted it: {reason}"
-            steps.append(
-                Step(
-                    id=f"posted:{row.id}",
-                    what="expired" if code == "expired" else "posted",
-                    thing=row.client_message_id,
-                    outcome=kept.outcome,
-                    parent=kept.id,
-                    at=row.delivered_at or (latest.at if latest else row.unanswered_at),
-                    place=place,
-                    attempt=row.attempts,
-                    reason=reason,
-                    ids=_post_ids(latest),
-                )
-            )
-        steps += [
-            Step(
-                id=f"tried:{row.id} {number}",
-                what="tried",
-                thing=row.client_message_id,
-                outcome="ended",
-                parent=kept.id,
-                at=posts.at,
-                place=place,
-                attempt=posts.times,
-                reason=posts.code,
-                ids=_post_ids(posts),
-            )
-            for number, posts in enumerate(failed)
-        ]
+            what, at = "expired" if code == "expired" else "posted", latest.at if latest else row.unanswered_at
+            add(
+                f"posted:{row.id}", what, row.client_message_id, kept.outcome, row.delivered_at or at,
+                parent=kept.id, attempt=row.attempts, reason=reason, ids=_post_ids(latest),
+            )  # fmt: skip
+        for number, posts in enumerate(failed):
+            add(
+                f"tried:{row.id} {number}", "tried", row.client_message_id, "ended", posts.at,
+                parent=kept.id, attempt=posts.times, reason=posts.code, ids=_post_ids(posts),
+            )  # fmt: skip
         for number, act in enumerate(act for act in log if act.row_id == row.id):
-            step = Step(
-                id=f"act:{row.id} {number}",
-                what=act.verb,
-                thing=row.id,
-                outcome="ended" if act.verb == "abort" else "done",
-                parent=kept.id,
-                at=act.at,
-                place=place,
-                by=act.actor,
-                reason="; ".join(filter(None, (act.reason, act.detail))),
-            )
-            steps.append(step)
+            outcome: Outcome = "ended" if act.verb == "abort" else "done"
+            why = "; ".join(filter(None, (act.reason, act.detail)))
+            id_ = f"act:{row.id} {number}"
+            step = add(id_, act.verb, row.id, outcome, act.at, parent=kept.id, by=act.actor, reason=why)
             if act.verb == "requeue" and row.superseded_by is not None:
                 successors[row.superseded_by] = step.id
     return steps
