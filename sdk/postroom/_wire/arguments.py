@@ -23,10 +23,6 @@ from postroom._wire.words import not_text
 Body = str | bytes | bytearray | memoryview | dict[str, Any] | list[Any] | None
 
 BYTES: Final = (bytes, bytearray, memoryview)
-_JSON_RULE: Final = (
-    "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat()), or encode it "
-    "yourself and send the text"
-)
 META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
 
 
@@ -153,7 +149,8 @@ def _json_text(value: dict[str, Any] | list[Any]) -> str:
     except RecursionError:
         wrong = "it is nested too deeply"
     if wrong is not None:
-        refuse("body_not_json", f"the body cannot be written as JSON: {wrong}; {_JSON_RULE}", "body")
+        rule = f"{META_RULE}, or encode it yourself and send the text"
+        refuse("body_not_json", f"the body cannot be written as JSON: {wrong}; {rule}", "body")
     return text
 
 

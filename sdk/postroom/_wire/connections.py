@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
         if self._error is not None:
             raise self._error
         waiter = self._waiting = self._loop.create_future()
-        timer = self._loop.call_at(deadline, self._time_out)
+        timer = self._loop.call_at(deadline, self._fail, TimeoutError("no answer in time"))
         try:
             await waiter
         finally:
@@ -215,9 +215,6 @@ class Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
-
-    def _time_out(self) -> None:
-        self._fail(TimeoutError("no answer in time"))
 
     def _fail(self, error: BaseException) -> None:
         """End the connection; the exchange that waits for an answer fails with `error`."""
