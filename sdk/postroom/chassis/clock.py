@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 import structlog
@@ -21,17 +22,14 @@ _log = structlog.get_logger(__name__)
 _QUERIES: Final = load_queries("postroom.chassis", "clock.sql")
 _MARGIN: Final = 60.0  # seconds by which two clocks that are right may differ
 _DOUBT_SECONDS: Final = 3600.0  # after which a clock that goes on steadily is believed, whatever it was before
-_PASSING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the host sleeps
+# The seconds that have passed, also while the host slept.
+_elapsed: Final = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 async def now(database: Pool | Connection) -> datetime:
     """Return the time of a database, by which it notes when something happened."""
     moment: datetime = await database.fetchval(_QUERIES["now"])
     return moment
-
-
-def _elapsed() -> float:
-    return time.clock_gettime(_PASSING)
 
 
 class DatabaseClock:

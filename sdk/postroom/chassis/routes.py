@@ -22,7 +22,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -350,9 +350,7 @@ class Histogram:
 
 def exposition(families: Iterable[Metric]) -> bytes:
     """Write `families` with their samples, what one scrape found, in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Scrape(list(families)))
-    return generate_latest(registry)
+    return generate_latest(_Scrape(list(families)))
 
 
 class _Scrape(Collector):

@@ -133,7 +133,7 @@ def _describe(options: argparse.Namespace) -> None:
 
             flow = load_flow(options.what)
             found = {"name": flow.name, "first": flow.first.name, "threshold": flow.threshold}
-    _answer(found)
+    sys.stdout.write(_encoded(found))
 
 
 def _replay(options: argparse.Namespace) -> None:
@@ -161,10 +161,6 @@ def _replay(options: argparse.Namespace) -> None:
         detail = f"the state of {options.agent} cannot be written as text: {error_text(error)}"
         raise Fatal(Exit.FAILED, f"{detail}; its hash is {memory.state_hash.hex()}; correct its class") from error
     sys.stdout.write(text)
-
-
-def _answer(found: object) -> None:
-    sys.stdout.write(_encoded(found))
 
 
 def _encoded(found: object) -> str:
