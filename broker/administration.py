@@ -361,9 +361,8 @@ def path_mesh(request: web.Request) -> str:
 def _require_self_or_admin(request: web.Request, name: str) -> None:
     principal = request[PRINCIPAL]
     if isinstance(principal, Member) and principal.role == "member" and principal.name != name:
-        raise NotPermitted.of(
-            "not_permitted", f"only an admin of the mesh may do this for {name}: use the token of one"
-        )
+        detail = f"only an admin of the mesh may do this for {name}: use the token of one"
+        raise NotPermitted.of("not_permitted", detail)
 
 
 async def _there(noun: str, name: str, connection: Connection, query: str, *values: object) -> Any:

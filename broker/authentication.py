@@ -136,9 +136,8 @@ def read_admin_token(file: Path | None) -> bytes | None:
     if status.st_mode & stat.S_IROTH:
         raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
     if len(token) < MIN_ADMIN_TOKEN:
-        raise Fatal(
-            Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"
-        )
+        detail = f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"
+        raise Fatal(Exit.CONFIG, detail)
     if len(token) > _MAX_TOKEN or not (token.isascii() and token.isprintable()):
         rule = f"one line of at most {_MAX_TOKEN} ASCII characters, without a byte order mark"
         raise Fatal(Exit.CONFIG, f"admin_token_file {file} has no token that a request can carry: write {rule}")

@@ -144,9 +144,8 @@ class Database:
             ):
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
-            raise InvalidMessage.of(
-                "nul_character", "a name in the request contains a NUL character: remove it"
-            ) from error
+            detail = "a name in the request contains a NUL character: remove it"
+            raise InvalidMessage.of("nul_character", detail) from error
 
 
 @asynccontextmanager

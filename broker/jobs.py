@@ -45,9 +45,8 @@ class Jobs(Handlers):
         try:
             text = bytes(asked.request).decode()
         except UnicodeDecodeError as error:
-            raise InvalidMessage.of(
-                "invalid_request", "the request is not UTF-8: pass UTF-8 text", field="request"
-            ) from error
+            detail = "the request is not UTF-8: pass UTF-8 text"
+            raise InvalidMessage.of("invalid_request", detail, field="request") from error
         wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
         async with self._database.read(principal.whose) as connection, connection.transaction():
             await check_mesh(connection, mesh)

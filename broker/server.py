@@ -167,7 +167,6 @@ def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
             read_regular(file)
         tls.load_cert_chain(config.tls_cert, config.tls_key)
     except (OSError, ssl.SSLError) as error:
-        raise Fatal(
-            Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}; check both files"
-        ) from error
+        detail = f"cannot load tls_cert {config.tls_cert} with tls_key: {error}; check both files"
+        raise Fatal(Exit.CONFIG, detail) from error
     return tls

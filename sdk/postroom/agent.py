@@ -197,9 +197,8 @@ def _check_methods(agent: type[Agent[Any]]) -> None:
     try:
         inspect.signature(agent).bind()
     except TypeError as error:
-        raise _invalid(
-            f"{agent.__name__} cannot be created without arguments ({error}): give each a default"
-        ) from error
+        detail = f"{agent.__name__} cannot be created without arguments ({error}): give each a default"
+        raise _invalid(detail) from error
 
 
 def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[str]:

@@ -339,9 +339,8 @@ def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...
         if not (isinstance(step, (Spawn, Again)) and isinstance(step.activity, Activity)):
             raise _wrong_step(activity, step)
         if flow.activities.get(step.activity.name) is not step.activity:
-            raise _invalid(
-                f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}"
-            )
+            detail = f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}"
+            raise _invalid(detail)
         if isinstance(step, Again) and step.activity is not activity:
             raise _invalid(
                 f"{activity.name!r} returned {step.activity.name}.again(…): an activity can only repeat "
@@ -368,9 +367,8 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
     if answer is not None and not SNAKE.allows(answer):
         raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is not an event's name: use snake_case")
     if timeout is not None and not (_is(timeout, int, float) and 0 < timeout <= _MOST_TIMEOUT):
-        raise _invalid(
-            f"the activity {name!r} has the timeout {timeout!r}: use seconds, more than 0 and at most 7 days"
-        )
+        detail = f"the activity {name!r} has the timeout {timeout!r}: use seconds, more than 0 and at most 7 days"
+        raise _invalid(detail)
     if not (_is(asks, int) and 1 <= asks <= _MOST_ASKS):
         raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
     if asks > 1 and timeout is None:

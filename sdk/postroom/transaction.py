@@ -211,9 +211,8 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
     """
     name = consumer or request.consumer
     if name is None:
-        raise InvalidMessage.of(
-            "no_consumer", "the request does not say which consumer made it: pass inbox(…, consumer='billing')"
-        )
+        detail = "the request does not say which consumer made it: pass inbox(…, consumer='billing')"
+        raise InvalidMessage.of("no_consumer", detail)
     key = _REPLAY.sub("", request.message_id)
     return Handling(driver_of(connection), Scope(request.mesh, request.event_type, key, name))
 

@@ -161,9 +161,8 @@ class Batch:
             for answer in answers:
                 result = self._transport.decode(answer, BatchResult)
                 if not self._unanswered or (result.result is None) == (result.problem is None):
-                    raise self._transport.peer.foreign(
-                        "it answered a line that was not sent, or did not answer with one result"
-                    )
+                    detail = "it answered a line that was not sent, or did not answer with one result"
+                    raise self._transport.peer.foreign(detail)
                 line = self._unanswered.popleft()
                 if result.problem is not None and result.problem.retryable:
                     self._later.append(line)

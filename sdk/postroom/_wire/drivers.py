@@ -130,9 +130,8 @@ def driver_of(connection: Any) -> Driver:
         if hasattr(connection, attribute):
             return driver(connection)
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
-    raise TypeError(
-        f"{kind} is not a connection of asyncpg, psycopg 3, SQLAlchemy or Django; of a pool, take one first"
-    )
+    detail = f"{kind} is not a connection of asyncpg, psycopg 3, SQLAlchemy or Django; of a pool, take one first"
+    raise TypeError(detail)
 
 
 async def _done(answer: Any) -> Any:

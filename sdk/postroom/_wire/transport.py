@@ -54,9 +54,8 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
         socket = Path(named)
         length = len(os.fsencode(socket))
         if length > MAX_SOCKET_PATH:
-            raise _unavailable(
-                "socket_path_too_long", f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
-            )
+            detail = f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
+            raise _unavailable("socket_path_too_long", detail)
         return socket
     directories = list(socket_directories(environ))
     found = [file for directory in directories for file in _sockets(directory)]
@@ -66,9 +65,8 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
         choice = ", ".join(map(str, found))
         raise _unavailable("socket_ambiguous", f"several daemons run here: set POSTROOM_SOCKET to one of {choice}")
     places = " or ".join(map(str, directories))
-    raise _unavailable(
-        "daemon_absent", f"there is no daemon's socket in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
-    )
+    detail = f"there is no daemon's socket in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
+    raise _unavailable("daemon_absent", detail)
 
 
 def socket_directories(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:

@@ -161,9 +161,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
     except OSError as error:
-        raise Fatal(
-            Exit.CONFIG, f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"
-        ) from error
+        detail = f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"
+        raise Fatal(Exit.CONFIG, detail) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}; see docs/configuration.md") from error
 

@@ -106,9 +106,8 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
             sock.listen(BACKLOG)
             return sock
     except OSError as error:
-        raise Fatal(
-            Exit.CONFIG, f"cannot create the socket {path}: {why_refused(error, 'configure another path')}"
-        ) from error
+        detail = f"cannot create the socket {path}: {why_refused(error, 'configure another path')}"
+        raise Fatal(Exit.CONFIG, detail) from error
 
 
 def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -135,9 +134,8 @@ def refuse_path(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise Fatal(
-            Exit.CONFIG, f"cannot check the socket path {path}: {error.strerror}; configure another path"
-        ) from error
+        detail = f"cannot check the socket path {path}: {error.strerror}; configure another path"
+        raise Fatal(Exit.CONFIG, detail) from error
     if stat.S_ISLNK(mode):
         raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another path")
     if not stat.S_ISSOCK(mode):
@@ -449,9 +447,8 @@ async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLCo
     try:
         await site.start()
     except OSError as error:
-        raise Fatal(
-            Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}; configure another address"
-        ) from error
+        detail = f"cannot listen on {host}:{port}: {error.strerror}; configure another address"
+        raise Fatal(Exit.UNAVAILABLE, detail) from error
     _sites.append(site)
     bound, number = runner.addresses[0][:2]
     return f"{'http' if tls is None else 'https'}://{f'[{bound}]' if ':' in bound else bound}:{number}"

@@ -220,9 +220,8 @@ def load_named(name: str, *, what: str, example: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             places = f"it is looked for in {Path.cwd()}, in PYTHONPATH and in {sys.prefix}"
             raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {error}; {places}: pass {example}") from error
-        raise Fatal(
-            Exit.CONFIG, f"cannot import {module_name}: it raised {located(error)}; correct it there"
-        ) from error
+        detail = f"cannot import {module_name}: it raised {located(error)}; correct it there"
+        raise Fatal(Exit.CONFIG, detail) from error
     if found is None:
         file = getattr(module, "__file__", None)
         where = f": look into {file}" if file else ", which is a directory or a part of Python: name the module"

@@ -116,9 +116,8 @@ class OwnedFile:
         except BlockingIOError as error:
             owner = self._read()
             os.close(self._lock)
-            raise Fatal(
-                Exit.UNAVAILABLE, f"the state directory {directory} is in use by process {owner}: stop it first"
-            ) from error
+            detail = f"the state directory {directory} is in use by process {owner}: stop it first"
+            raise Fatal(Exit.UNAVAILABLE, detail) from error
         self.unclean = bool(self._read())
 
     @property

@@ -76,9 +76,8 @@ async def start(connection: Connection, job: Start) -> bool:
         raise InvalidMessage.of("invalid_name", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
-        raise InvalidMessage.of(
-            "invalid_request", f"Postgres cannot store the request ({why}): pass another"
-        ) from error
+        detail = f"Postgres cannot store the request ({why}): pass another"
+        raise InvalidMessage.of("invalid_request", detail) from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         removed = await connection.fetchrow(QUERIES["find_removed"], job.job)

@@ -220,9 +220,8 @@ class _Job:
             case [Later()]:
                 self._waiting.append(delivery._replace(attempt=delivery.attempt + 1))
             case [Dead(reason, error)]:
-                raise AssertionError(
-                    f"the message {delivery.message_id} on {delivery.subject} is dead: {reason}: {error}"
-                )
+                detail = f"the message {delivery.message_id} on {delivery.subject} is dead: {reason}: {error}"
+                raise AssertionError(detail)
 
     async def _publish(self) -> None:
         """Publish what was committed meanwhile, and answer the requests."""

@@ -144,9 +144,8 @@ def _replay(options: argparse.Namespace) -> None:
         try:
             owner, memory = asyncio.run(replay(load_agent(options.agent), options.database))
         except Differs as difference:
-            raise Fatal(
-                Exit.FAILED, f"{options.database} was altered at {difference}: put a copy from before in its place"
-            ) from difference
+            detail = f"{options.database} was altered at {difference}: put a copy from before in its place"
+            raise Fatal(Exit.FAILED, detail) from difference
     try:
         text = _encoded(
             {

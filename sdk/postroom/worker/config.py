@@ -356,9 +356,8 @@ def _check_parts(config: WorkerConfig) -> None:
     for number, consumer in enumerate(config.consumers):
         _check_consumer(consumer)
         if consumer.database_url is None and config.database_url is None:
-            raise Fatal(
-                Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url: set one"
-            )
+            detail = f"consumers[{number}].database_url is not set, and neither is database_url: set one"
+            raise Fatal(Exit.CONFIG, detail)
     for number, agent in enumerate(config.agents):
         _check_agent(agent)
         if agent.agent_class is None:

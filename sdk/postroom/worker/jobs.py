@@ -153,9 +153,8 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
     try:
         body = _decode_body(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage.of(
-            "invalid_job_message", f"{delivery.message_id} is not a valid {event}: {error}"
-        ) from error
+        detail = f"{delivery.message_id} is not a valid {event}: {error}"
+        raise InvalidMessage.of("invalid_job_message", detail) from error
     if event == SPAWNED:
         return Spawned(body.activity, body.name, body.flow, body.guid or guid)
     if event == CYCLED:

@@ -127,9 +127,8 @@ class Underway:
         try:
             os.pwrite(self._file, text, 0)
         except OSError as error:
-            raise Fatal(
-                exit_after(error), f"writing next to the event store failed: {error}; check the disk"
-            ) from error
+            detail = f"writing next to the event store failed: {error}; check the disk"
+            raise Fatal(exit_after(error), detail) from error
 
 
 def open_turns(directory: Path) -> tuple[Turns, Underway]:

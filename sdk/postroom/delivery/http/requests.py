@@ -64,9 +64,8 @@ def read(delivery: Delivery) -> Incoming:
     try:
         msgspec.json.decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(
-            "invalid_payload", f"the payload is not JSON: {clean(json_fault(error, delivery.data))}"
-        ) from error
+        detail = f"the payload is not JSON: {clean(json_fault(error, delivery.data))}"
+        raise Malformed("invalid_payload", detail) from error
     return Incoming(subject.context, message_id, delivery, subject)
 
 

@@ -175,9 +175,8 @@ async def read_holes(js: JetStreamContext, stream: str) -> Holes:
     except NATS_ERRORS as error:
         raise from_nats(error, f"looking at {stream}") from error
     if "error" in answer:
-        raise PostroomError.of(
-            "nats_error", f"looking at {stream}: {answer['error'].get('description')}; see `postroom doctor`"
-        )
+        detail = f"looking at {stream}: {answer['error'].get('description')}; see `postroom doctor`"
+        raise PostroomError.of("nats_error", detail)
     info = StreamInfo.from_response(answer)
     assert info.created is not None  # noqa: S101 - every server reports it
     return Holes(info.created, info.state.first_seq, frozenset(info.state.deleted or ()))
