@@ -24,7 +24,7 @@ from postroom.chassis.exits import Fatal
 from postroom.chassis.ownership import is_there, why_refused
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
 from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
-from postroom.once.model import COLUMNS, PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
+from postroom.once.model import PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class SqliteStore(SqliteClaims):
         """See `Store.forget`."""
 
         def step(db: sqlite3.Connection, now: float) -> bool:
-            values = {**_named(scope), "actor": actor, "reason": reason, "now": milliseconds(now)}
+            values = {**self._named(scope.columns), "actor": actor, "reason": reason, "now": milliseconds(now)}
             db.execute(self._steps["set_back"], values)
             logged = db.execute(_QUERIES["log_forgotten"], values).fetchall()
             if logged:
@@ -93,7 +93,7 @@ class SqliteStore(SqliteClaims):
 
     async def forgotten(self, scope: Scope) -> list[KeyNote]:
         """See `Store.forgotten`."""
-        rows = await self._rows("forgotten", _named(scope))
+        rows = await self._rows("forgotten", self._named(scope.columns))
         notes = (dict(zip(KeyNote.__struct_fields__, row, strict=True)) for row in rows)
         return [KeyNote(**{**note, "at": moment(note["at"])}) for note in notes]
 
@@ -167,7 +167,3 @@ class SqliteStore(SqliteClaims):
         self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
         self._opened = self._path.stat()
         return self._db
-
-
-def _named(scope: Scope) -> dict[str, Any]:
-    return dict(zip(COLUMNS, scope.columns, strict=True))

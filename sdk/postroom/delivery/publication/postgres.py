@@ -137,23 +137,19 @@ class PostgresClaim:
             streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
             places = list(streams), list(created), list(sequences)
             unsure = await self._fetch(
-                "mark_published", [_key(one) for one, _ in placed], *places, self._source.horizon
+                "mark_published", [str(one.key) for one, _ in placed], *places, self._source.horizon
             )
         if gone:
-            unsettled = await self._fetch("find_unsettled", [_key(one) for one in gone])
+            unsettled = await self._fetch("find_unsettled", [str(one.key) for one in gone])
             await self._fetch("requeue", [row[0] for row in unsettled])
         if failed:
             messages, errors, seconds = zip(*failed, strict=True)
             refusals = [None if isinstance(error, Unanswered) else error for error in errors]
-            await self._fetch("mark_failed", [_key(one) for one in messages], refusals, list(seconds))
+            await self._fetch("mark_failed", [str(one.key) for one in messages], refusals, list(seconds))
         return bool(unsure)
 
     async def _fetch(self, query: str, *values: Any) -> list[asyncpg.Record]:
         return await self._connection.fetch(self._source.table.queries[query], *values)
-
-
-def _key(message: Outgoing) -> str:
-    return str(message.key)
 
 
 class PostgresSource:
