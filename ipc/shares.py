@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from postroom._wire.message import MAX_BODY_BYTES, MAX_REQUEST_BYTES
 from postroom.chassis.runtime import spare_descriptors
@@ -37,9 +38,9 @@ _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long a uid counts as present after its last work
 MIB: Final = 1024 * 1024
 
-Bytes = Annotated[int, msgspec.Meta(ge=1024)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Bytes = Annotated[int, Meta(ge=1024)]
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -48,36 +49,32 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     What is held at once is per uid; all together may hold twice that, each no more than is still free.
     """
 
-    body_bytes: Annotated[Bytes, msgspec.Meta(description="Largest body of a message, in bytes (413).")] = (
-        MAX_BODY_BYTES
-    )
+    body_bytes: Annotated[Bytes, Meta(description="Largest body of a message, in bytes (413).")] = MAX_BODY_BYTES
     request_bytes: Annotated[
-        Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
+        Bytes, Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
     ] = MAX_REQUEST_BYTES
-    buffered_bytes: Annotated[Bytes, msgspec.Meta(description="Bytes of requests held in memory at once (429).")] = (
-        64 * MIB
-    )
-    requests_in_flight: Annotated[Count, msgspec.Meta(description="Requests being answered at once (429).")] = 1024
+    buffered_bytes: Annotated[Bytes, Meta(description="Bytes of requests held in memory at once (429).")] = 64 * MIB
+    requests_in_flight: Annotated[Count, Meta(description="Requests being answered at once (429).")] = 1024
     waits: Annotated[
-        Count, msgspec.Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")
+        Count, Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")
     ] = 1024
     connections: Annotated[
-        Count, msgspec.Meta(description="Open connections; always kept below the limit on file descriptors.")
+        Count, Meta(description="Open connections; always kept below the limit on file descriptors.")
     ] = 4096
     headers: Annotated[
-        int, msgspec.Meta(ge=16, description="Header fields of one request (400); ordinary clients send up to a dozen.")
+        int, Meta(ge=16, description="Header fields of one request (400); ordinary clients send up to a dozen.")
     ] = 100
     header_seconds: Annotated[
-        Seconds, msgspec.Meta(description="Time for the head of a request, from its first byte, in seconds.")
+        Seconds, Meta(description="Time for the head of a request, from its first byte, in seconds.")
     ] = 10.0
     body_seconds: Annotated[
-        Seconds, msgspec.Meta(description="Time for the body of a request, or for a line of a batch, in seconds.")
+        Seconds, Meta(description="Time for the body of a request, or for a line of a batch, in seconds.")
     ] = 30.0
     stall_seconds: Annotated[
-        Seconds, msgspec.Meta(description="Time without a byte within a body, or without a reply being read.")
+        Seconds, Meta(description="Time without a byte within a body, or without a reply being read.")
     ] = 30.0
     idle_seconds: Annotated[
-        Seconds, msgspec.Meta(description="Time that a connection may idle between two requests, in seconds.")
+        Seconds, Meta(description="Time that a connection may idle between two requests, in seconds.")
     ] = 75.0
 
     def connection_cap(self) -> int:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
+from msgspec import Meta
 
 from postroom._wire.message import Priority
 from postroom._wire.sends import RowStatus
@@ -28,7 +29,7 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
     max_bytes: Annotated[
         int,
-        msgspec.Meta(
+        Meta(
             ge=1024 * 1024,
             description="Room for waiting rows (pending, inflight and dead), in bytes of the file: a "
             "warning at 80 %, new messages are refused (507) at 95 %. Done and aborted "
@@ -38,7 +39,7 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     ] = 2 * 1024 * 1024 * 1024
     keep_payloads: Annotated[
         float,
-        msgspec.Meta(
+        Meta(
             ge=0,
             le=36_500,
             description="How long the payloads of done and aborted rows are kept while there is room, in days. About "
@@ -47,13 +48,11 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     ] = 7
     max_group_rows: Annotated[
         int,
-        msgspec.Meta(
-            ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several."
-        ),
+        Meta(ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several."),
     ] = 1000
     checkpoint_bytes: Annotated[
         int,
-        msgspec.Meta(
+        Meta(
             ge=4096,
             le=32 * 1024 * 1024,
             description="About how much the write-ahead log gathers, in bytes, before it is moved into the file: less "
