@@ -59,11 +59,6 @@ class Described(NamedTuple):
     ] = None
 
 
-@app.callback()
-def consumer() -> None:
-    """Post messages to an HTTP handler; see how far each consumer is, pause, resume and delete it."""
-
-
 @app.command("list")
 @with_options
 def list_(*, reach: Reach, as_json: Json = False) -> None:
