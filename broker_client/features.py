@@ -81,13 +81,6 @@ def max_age_hours(features: Features, override: int | None) -> int:
     return derived if override is None else _within(override, window - LEAST_MARGIN_HOURS, derived)
 
 
-def recognised_hours(features: Features) -> int | None:
-    """Return the age in hours up to which the broker is sure to recognise an id; None if it always does."""
-    if (dedupe := features.client_message_id_dedupe) is not None and dedupe.mode == "permanent":
-        return None
-    return max_age_hours(features, None)
-
-
 def assumed_max_age_hours(features: Features | None, override: int | None) -> int:
     """Return the age that counts until the broker can be asked: the override, else that of the last seen features."""
     dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
@@ -230,8 +223,9 @@ class Comparison:
 
         Only rows whose ids the broker is sure to recognise are compared; it may have swept older ones, by its clock.
         """
-        hours = recognised_hours(features)
-        since = 0 if hours is None else self._link.clock.estimate(self._clock()) - hours * HOUR
+        since, dedupe = 0, features.client_message_id_dedupe
+        if dedupe is None or dedupe.mode != "permanent":
+            since = self._link.clock.estimate(self._clock()) - max_age_hours(features, None) * HOUR
         if await self._outbox.comparison() is not None:
             _log.warning("broker_database_changed", incarnation=name)
         await self._outbox.begin_comparison(name, since)
