@@ -58,12 +58,7 @@ class Waits(NamedTuple):
         return round(self.settings.backoff.seconds(failures, self.rng.random) * 1000)
 
 
-_OUTCOMES: Final = {
-    201: Outcome.ACCEPTED,
-    200: Outcome.DUPLICATE,
-    409: Outcome.CONFLICT,
-    429: Outcome.RATE_LIMITED,
-}
+_OUTCOMES: Final = {201: Outcome.ACCEPTED, 200: Outcome.DUPLICATE, 409: Outcome.CONFLICT, 429: Outcome.RATE_LIMITED}
 _SERVER_ERRORS: Final = 500  # and above; the link has refused what is below 400 and no success
 
 
@@ -109,12 +104,7 @@ def returned(
     """
     last_error = None if reason is None else clean(reason)
     return Settlement(
-        row.row_id,
-        Verdict.RETRY,
-        last_error=last_error,
-        wait_ms=wait_ms,
-        burns_attempt=False,
-        answered=answered,
+        row.row_id, Verdict.RETRY, last_error=last_error, wait_ms=wait_ms, burns_attempt=False, answered=answered
     )
 
 

@@ -75,14 +75,7 @@ def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool
 
 
 def change_all(
-    thing: str,
-    verb: str,
-    ids: Sequence[str],
-    change: Change,
-    ask: Ask,
-    *,
-    size: int = CHANGES,
-    undoable: bool = False,
+    thing: str, verb: str, ids: Sequence[str], change: Change, ask: Ask, *, size: int = CHANGES, undoable: bool = False
 ) -> Iterator[Portion]:
     """Do `verb` to the things with these ids, else to all that the filters match; yield what each request did.
 

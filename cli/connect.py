@@ -19,11 +19,7 @@ TIMEOUT: Final = 10.0  # seconds that one exchange may take
 
 
 def with_daemon(
-    socket: Path | None,
-    work: Callable[[Client], T],
-    *,
-    patience: float = PATIENCE,
-    timeout: float = TIMEOUT,
+    socket: Path | None, work: Callable[[Client], T], *, patience: float = PATIENCE, timeout: float = TIMEOUT
 ) -> T:
     """Run `work` with a client of the daemon and return what it returns; `patience` and `timeout` are in seconds."""
     from postroom import Client  # noqa: PLC0415
@@ -33,11 +29,7 @@ def with_daemon(
 
 
 def with_broker(
-    url: str | None,
-    token_file: Path | None,
-    work: Callable[[BrokerClient], Awaitable[T]],
-    *,
-    timeout: float = TIMEOUT,
+    url: str | None, token_file: Path | None, work: Callable[[BrokerClient], Awaitable[T]], *, timeout: float = TIMEOUT
 ) -> T:
     """Run `work` with a client of the broker at `url`, with the token in `token_file`."""
     import asyncio  # noqa: PLC0415

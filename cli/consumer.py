@@ -52,9 +52,7 @@ class Described(NamedTuple):
     secret_file: Annotated[
         Path | None,
         typer.Option(
-            "--secret-file",
-            help="Without a file: the secret that signs requests [default: unsigned].",
-            metavar="FILE",
+            "--secret-file", help="Without a file: the secret that signs requests [default: unsigned].", metavar="FILE"
         ),
     ] = None
 

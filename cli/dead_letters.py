@@ -55,12 +55,7 @@ class Filters(NamedTuple):
 
     def conditions(self) -> dict[str, Any]:
         """Return them as the members of a query or a filter."""
-        return {
-            "subject": self.subject,
-            "reason": self.code,
-            "consumer": self.consumer,
-            **(self.older_than or {}),
-        }
+        return {"subject": self.subject, "reason": self.code, "consumer": self.consumer, **(self.older_than or {})}
 
 
 @app.command("list")

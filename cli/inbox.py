@@ -33,8 +33,7 @@ class Filters(NamedTuple):
         ),
     ] = None
     sender: Annotated[
-        str | None,
-        typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member")),
+        str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member"))
     ] = None
     destination: Annotated[
         str | None, typer.Option("--to", help="Only to this destination, as in topic:orders.", metavar="DESTINATION")

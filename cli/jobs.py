@@ -50,9 +50,7 @@ JobId = Annotated[
 Jobs = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[JOB]...",
-        help="Jobs by id; `-` reads them from standard input.",
-        autocompletion=completion.jobs,
+        metavar="[JOB]...", help="Jobs by id; `-` reads them from standard input.", autocompletion=completion.jobs
     ),
 ]
 
@@ -92,8 +90,7 @@ class Filters(NamedTuple):
 def start(
     *,
     flow: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow; with --first, its name."),
+        str, typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow; with --first, its name.")
     ],
     request: Annotated[
         str,
@@ -266,8 +263,7 @@ def explain(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="LEDGER|ID",
-            help="15 digits as in `postroom jobs show`, or the id of a message or an activity.",
+            metavar="LEDGER|ID", help="15 digits as in `postroom jobs show`, or the id of a message or an activity."
         ),
     ],
     reach: Reach,

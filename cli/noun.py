@@ -130,10 +130,7 @@ def file_name(file: Path | None) -> Path | None:
 Socket = Annotated[
     Path | None,
     typer.Option(
-        "--socket",
-        envvar="POSTROOM_SOCKET",
-        help="The daemon's socket [default: the only one]",
-        metavar="PATH",
+        "--socket", envvar="POSTROOM_SOCKET", help="The daemon's socket [default: the only one]", metavar="PATH"
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line, for programs.")]
@@ -157,12 +154,7 @@ Since = Annotated[
     ),
 ]
 Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="The TOML file [default: the environment alone].",
-        metavar="FILE",
-    ),
+    Path | None, typer.Option("--config", help="The TOML file [default: the environment alone].", metavar="FILE")
 ]
 OutboxDatabase = Annotated[
     str | None,

@@ -17,17 +17,7 @@ from cli.connect import with_broker
 from cli.noun import Json, Reason, TokenFile, Url, Yes, choice, noun, with_options
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from postroom._wire.administration import MAX_PAGE
-from postroom._wire.once import (
-    KEYS,
-    KeyDetails,
-    KeyName,
-    KeyNames,
-    KeyPage,
-    KeysQuery,
-    KeyState,
-    key_held,
-    key_missing,
-)
+from postroom._wire.once import KEYS, KeyDetails, KeyName, KeyNames, KeyPage, KeysQuery, KeyState, key_held, key_missing
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 from postroom.errors import error_for

@@ -214,12 +214,7 @@ def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequ
 
 
 def listing(
-    items: Sequence[T],
-    columns: Sequence[str],
-    cells: Callable[[T], Sequence[Any]],
-    *,
-    things: str,
-    as_json: bool,
+    items: Sequence[T], columns: Sequence[str], cells: Callable[[T], Sequence[Any]], *, things: str, as_json: bool
 ) -> None:
     """Write a list of `things`, if there are any: as JSON lines, or as a table of what `cells` picks from each."""
     if as_json:

@@ -147,10 +147,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        stream: BinaryIO,
-        parse: Callable[[bytes, int], SendRequest],
-        refuse: Callable[[int, Problem], None],
+        self, stream: BinaryIO, parse: Callable[[bytes, int], SendRequest], refuse: Callable[[int, Problem], None]
     ) -> None:
         self._stream = stream
         self._parse = parse

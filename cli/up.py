@@ -84,8 +84,7 @@ def down(
     wipe: Annotated[
         bool,
         typer.Option(
-            "--wipe",
-            help="Remove the state directory too, with every message in it, but not what links in it lead to.",
+            "--wipe", help="Remove the state directory too, with every message in it, but not what links in it lead to."
         ),
     ] = False,
     yes: Yes = False,

@@ -10,11 +10,4 @@ from embedded.processes import EmbeddedError, ProcessIdentity
 from embedded.redis import EmbeddedRedis
 from embedded.server import EmbeddedServer
 
-__all__ = [
-    "EmbeddedError",
-    "EmbeddedNats",
-    "EmbeddedPostgres",
-    "EmbeddedRedis",
-    "EmbeddedServer",
-    "ProcessIdentity",
-]
+__all__ = ["EmbeddedError", "EmbeddedNats", "EmbeddedPostgres", "EmbeddedRedis", "EmbeddedServer", "ProcessIdentity"]

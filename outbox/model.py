@@ -47,8 +47,7 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         ),
     ] = 7
     max_group_rows: Annotated[
-        int,
-        Meta(ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several."),
+        int, Meta(ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several.")
     ] = 1000
     checkpoint_bytes: Annotated[
         int,

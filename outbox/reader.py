@@ -14,16 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from outbox.errors import row_not_found
-from outbox.model import (
-    ClaimedRow,
-    Comparison,
-    DoneRow,
-    Missing,
-    OutboxCounts,
-    RelayControl,
-    Unanswered,
-    to_datetime,
-)
+from outbox.model import ClaimedRow, Comparison, DoneRow, Missing, OutboxCounts, RelayControl, Unanswered, to_datetime
 from outbox.relay import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
