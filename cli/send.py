@@ -139,52 +139,6 @@ def _refuse_options(meant: str, sent: str, **options: object) -> None:
         raise Fatal(Exit.USAGE, f"{given[0]} is for {meant}: omit it to send {sent}")
 
 
-class Source:
-    """The messages of one file or pipe, in order; a byte order mark at the beginning is skipped.
-
-    `parse` makes a message of a line and its number; `refuse` is called for each line that is not a message, from the
-    thread that iterates. `numbers` keeps the line of each message that has not been answered yet.
-    """
-
-    def __init__(
-        self, stream: BinaryIO, parse: Callable[[bytes, int], SendRequest], refuse: Callable[[int, Problem], None]
-    ) -> None:
-        self._stream = stream
-        self._parse = parse
-        self._refuse = refuse
-        self.bytes_read = 0
-        self.blank = 0
-        self.numbers: dict[int, int] = {}  # the message's place among the messages → its line
-
-    def __iter__(self) -> Iterator[SendRequest]:
-        from postroom.errors import InvalidMessage  # noqa: PLC0415
-
-        place = 0
-        for number, read in enumerate(self._lines(), 1):
-            text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
-            text = text.removesuffix(b"\n").removesuffix(b"\r")
-            if not text:
-                self.blank += 1
-                continue
-            try:
-                message = self._parse(text, number)
-            except InvalidMessage as error:
-                self._refuse(number, error.problem)
-                continue
-            place += 1
-            self.numbers[place] = number
-            yield message
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yield each line; of one that is too long, its beginning, which no parser takes."""
-        while line := self._stream.readline(MAX_LINE + 1):
-            self.bytes_read += len(line)
-            yield line
-            while len(line) > MAX_LINE and not line.endswith(b"\n"):
-                line = self._stream.readline(MAX_LINE + 1)
-                self.bytes_read += len(line)
-
-
 class Common(NamedTuple):
     """What the options say about every message."""
 
@@ -271,27 +225,33 @@ class Count(NamedTuple):
 
 
 class BulkSend:
-    """One run over a file or pipe; `count` is right at every moment, an interrupted run's too."""
+    """One run over a file or pipe; `count` is right at every moment, an interrupted run's too.
+
+    `parse` makes a message of a line and its number; a byte order mark at the beginning is skipped.
+    """
 
     def __init__(
         self, stream: BinaryIO, parse: Callable[[bytes, int], SendRequest], errors: TextIO | None, *, as_json: bool
     ) -> None:
-        self._source = Source(stream, parse, self._fail)
+        self._stream = stream
+        self._parse = parse
         self._errors = errors
         self._as_json = as_json
-        self._queued = self._duplicates = self._failed = 0
+        self._queued = self._duplicates = self._failed = self._blank = 0
+        self._bytes_read = 0
+        self._numbers: dict[int, int] = {}  # the place among the messages of each without an answer → its line
         self._saying = threading.Lock()  # lines are refused by the thread that reads them
 
     @property
     def count(self) -> Count:
         """How far it is."""
-        return Count(self._queued, self._duplicates, self._failed, self._source.blank)
+        return Count(self._queued, self._duplicates, self._failed, self._blank)
 
     def run(self, client: Client, show: Callable[..., None]) -> None:
         """Send everything, showing how far it is, in bytes of the total; raises what stops the whole."""
-        for results in client.send_many_in_chunks(self._source):
+        for results in client.send_many_in_chunks(self._messages()):
             for result in results:
-                result.line = self._source.numbers.pop(result.line)
+                result.line = self._numbers.pop(result.line)
                 if result.problem is not None:
                     self._fail(result.line, result.problem)
                     continue
@@ -303,7 +263,35 @@ class BulkSend:
                     with self._saying:
                         json_line(result)
             sys.stdout.flush()  # the reader of the results may be waiting for them
-            show(sum(self.count), str(self.count), place=self._source.bytes_read)
+            show(sum(self.count), str(self.count), place=self._bytes_read)
+
+    def _messages(self) -> Iterator[SendRequest]:
+        from postroom.errors import InvalidMessage  # noqa: PLC0415
+
+        place = 0
+        for number, read in enumerate(self._lines(), 1):
+            text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
+            text = text.removesuffix(b"\n").removesuffix(b"\r")
+            if not text:
+                self._blank += 1
+                continue
+            try:
+                message = self._parse(text, number)
+            except InvalidMessage as error:
+                self._fail(number, error.problem)
+                continue
+            place += 1
+            self._numbers[place] = number
+            yield message
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield each line; of one that is too long, its beginning, which no parser takes."""
+        while line := self._stream.readline(MAX_LINE + 1):
+            self._bytes_read += len(line)
+            yield line
+            while len(line) > MAX_LINE and not line.endswith(b"\n"):
+                line = self._stream.readline(MAX_LINE + 1)
+                self._bytes_read += len(line)
 
     def _fail(self, number: int, problem: Problem) -> None:
         from postroom._wire.sends import BatchResult  # noqa: PLC0415
