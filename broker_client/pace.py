@@ -192,10 +192,6 @@ class Availability:
         self.reason = None
         self.degraded = False
 
-    def try_now(self) -> None:
-        """End the pause; the next post is still a probe."""
-        self.resume_at = 0
-
     def _pause(self, error: RequestFailed, seconds: float, now_ms: int) -> None:
         reaction = REACTIONS[error.failure]
         self._paused_at = now_ms

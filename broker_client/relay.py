@@ -57,7 +57,7 @@ class Relay:
     ) -> None:
         """`mesh` is the one that the token has to belong to; `clock` (ms since the epoch) is the outbox's as well."""
         self._outbox = outbox
-        outbox.when_urged(self.probe_now)
+        outbox.urged = self.probe_now
         self._link = link
         self._settings = settings
         self._clock = clock
@@ -180,7 +180,7 @@ class Relay:
 
     def probe_now(self) -> None:
         """End a pause at once; the next post is still one small batch."""
-        self._availability.try_now()
+        self._availability.resume_at = 0
         self._wake.set()
 
     async def _act(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from cli.message import parse_send, send_one
 from cli.output import printable
+from postroom._wire.words import not_text
 from postroom.chassis import collect_rarely
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams
 
@@ -92,7 +93,7 @@ def ending(error: BaseException) -> Ending:
         (Fatal, lambda error: Ending(error.exit_code, str(error))),
         (BrokenPipeError, lambda _: Ending(BROKEN_PIPE)),
         (OSError, of_the_system),
-        (UnicodeEncodeError, of_an_argument),
+        (UnicodeEncodeError, lambda error: Ending(Exit.USAGE, not_text(error))),  # no id, name or reason is such text
     ]
     for kind, describe in kinds:
         if isinstance(error, kind):
@@ -128,13 +129,6 @@ def of_the_system(error: Any) -> Ending:
     if error.filename is not None and isinstance(error, PermissionError):
         return Ending(Exit.NOT_PERMITTED, f"{error.filename}: {error.strerror}; use an account that may")
     return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
-
-
-def of_an_argument(error: Any) -> Ending:
-    """Say which argument is not UTF-8: such text cannot be an id, a name or a reason."""
-    from postroom._wire.words import not_text  # noqa: PLC0415
-
-    return Ending(Exit.USAGE, not_text(error))
 
 
 def say(end: Ending) -> int:

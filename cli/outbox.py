@@ -191,7 +191,13 @@ def requeue(
             Exit.USAGE,
             "--new-client-id and --patch-payload are for exactly one row, and without --dry-run: name one by its id",
         )
-    message = None if patch_payload is None else read_patch(patch_payload)
+    message: SendRequest | None = None
+    if patch_payload is not None:
+        message = decode_request(read_plain_file(patch_payload))
+        parse_destination(message.to)
+        if message.client_message_id is not None:
+            detail = f"{patch_payload} contains a client_message_id: pass the new one with --new-client-id"
+            raise Fatal(Exit.USAGE, detail)
     change_rows("requeue", wanted, meant, new_client_message_id=new_client_id, message=message)
 
 
@@ -456,15 +462,6 @@ def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -
         line(f"{len(total.done)} {what}, {len(total.skipped)} skipped, {len(total.failed)} failed")
     if total.failed:
         raise SystemExit(Exit.FAILED)
-
-
-def read_patch(file: Path) -> SendRequest:
-    """Return the message in `file`; raises `Fatal` for no plain file, `InvalidMessage` for no message."""
-    request = decode_request(read_plain_file(file))
-    parse_destination(request.to)
-    if request.client_message_id is not None:
-        raise Fatal(Exit.USAGE, f"{file} contains a client_message_id: pass the new one with --new-client-id")
-    return request
 
 
 def show_chain(chain: RowChain) -> None:

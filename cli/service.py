@@ -108,20 +108,18 @@ def install_service(
         check_reachable(prefix, Path(sys.executable).resolve())
     files = dict(rendered(scope, prefix))
     if dry_run:
-        show(files, scope.commands)
+        for path, text in files.items():
+            typer.echo(f"# {path}\n{text}")
+        for command in scope.commands:
+            typer.echo(f"# run: {' '.join(command)}")
         return
-    check_permitted(for_system=for_system)
-    write(files)
-    run(scope.commands)
-    typer.echo(scope.next_steps.format(examples=units_of(prefix) / "examples"))
-
-
-def check_permitted(*, for_system: bool) -> None:
-    """Raise `Fatal` where the units can't be put in place: no systemd, or not root."""
     if shutil.which("systemctl") is None:
         raise Fatal(Exit.UNAVAILABLE, "there is no systemctl on this machine: start `postroom daemon run` yourself")
     if for_system and os.geteuid() != 0:
         raise Fatal(Exit.NOT_PERMITTED, "only root installs system units: run it as root, or use --user")
+    write(files)
+    run(scope.commands)
+    typer.echo(scope.next_steps.format(examples=units_of(prefix) / "examples"))
 
 
 def check_reachable(*paths: Path) -> None:
@@ -163,14 +161,6 @@ def escaped(program: Path) -> str:
         raise Fatal(Exit.CONFIG, f"{detail}: install Postroom elsewhere")
     text = text.replace("%", "%%")
     return f'"{text}"' if any(character.isspace() for character in text) else text
-
-
-def show(files: Mapping[Path, str], commands: Sequence[Sequence[str]]) -> None:
-    """Print what would be written and run."""
-    for path, text in files.items():
-        typer.echo(f"# {path}\n{text}")
-    for command in commands:
-        typer.echo(f"# run: {' '.join(command)}")
 
 
 def write(files: Mapping[Path, str]) -> None:

@@ -116,17 +116,13 @@ def top(
 
 def summary(sight: Sight, rates: Rates) -> str:
     """Say in a line how quickly messages go, what waits and is dead, and how much is wrong."""
-    words = []
+    words, dead = [], sum(one.dead or 0 for one in sight.programs) + sum(sight.letters.values())
     for name in _COUNTED:
         rate = rates.of(name)
         said = "-" if rate is None else f"{rate:+.1f}/s" if name in ("waiting", "dead") else f"{rate:.1f}/s"
-        now = {"waiting": sum(one.waiting or 0 for one in sight.programs), "dead": _dead(sight)}.get(name)
+        now = {"waiting": sum(one.waiting or 0 for one in sight.programs), "dead": dead}.get(name)
         words.append(f"{name} {said}" if now is None else f"{name} {now} ({said})")
     return "  ".join([*words, f"wrong {len(sight.troubles)}"])
-
-
-def _dead(sight: Sight) -> int:
-    return sum(one.dead or 0 for one in sight.programs) + sum(sight.letters.values())
 
 
 def _draw(sight: Sight, rates: Rates, view: str) -> None:

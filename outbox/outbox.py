@@ -86,7 +86,7 @@ class Outbox(reader.Reader):
         self._next_due: int | None = None
         self._drained_at: int | None = None  # when a claim of every destination took all that was due
         self._watchers = reader.Watchers()
-        self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
+        self.urged: Callable[[], None] = lambda: None  # called when an operator wants rows sent now, for the relay
         self._backing_up = asyncio.Lock()
         self._look_up = look_up
 
@@ -269,10 +269,6 @@ class Outbox(reader.Reader):
         """Date new rows by the clock until it is set back: a trusted source of the time has agreed with it."""
         self._transactor.confirm_clock()
 
-    def when_urged(self, relay: Callable[[], None]) -> None:
-        """Call `relay` from now on whenever an operator wants rows sent now: they flush some, or resume the relay."""
-        self._urged = relay
-
     async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
         """Return when a row may be due, because it was written or its time came, or after `timeout` seconds."""
         if self._next_due is not None:
@@ -293,7 +289,7 @@ class Outbox(reader.Reader):
         await self._store.submit(operations.Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
         if not paused:
-            self._urged()
+            self.urged()
 
     # Operating
 
@@ -330,7 +326,7 @@ class Outbox(reader.Reader):
         came = await self._store.submit(operations.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
         self._changed(row_id if verb == "requeue" else came)
         if VERBS[verb].urges:
-            self._urged()
+            self.urged()
         return await self.row(came)
 
     async def bulk(
@@ -379,7 +375,7 @@ class Outbox(reader.Reader):
                 result.skipped += [row.id for row in page.rows]
         result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         if VERBS[verb].urges and result.done and not dry_run:
-            self._urged()
+            self.urged()
         return result
 
     async def _act_on_each(

@@ -85,14 +85,11 @@ class Program(EmbeddedServer):
                 return False
             return True
 
-        return self._listens() and asyncio.run(ask())
-
-    def _listens(self) -> bool:
-        """Try to connect: a program that still starts is asked a hundred times, and this costs next to nothing."""
         family, address = self._address()
-        with socket.socket(family) as connection:
+        with socket.socket(family) as connection:  # a program that still starts is asked a hundred times
             connection.settimeout(_PROBE_SECONDS)
-            return connection.connect_ex(address) == 0
+            listens = connection.connect_ex(address) == 0
+        return listens and asyncio.run(ask())
 
     @abstractmethod
     def _address(self) -> tuple[socket.AddressFamily, Any]:
