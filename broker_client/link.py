@@ -51,9 +51,6 @@ _LOOKED_UP: Final = frozenset({HTTPStatus.OK, HTTPStatus.NOT_FOUND, HTTPStatus.C
 _SUCCESS: Final = frozenset({*_ACCEPTED, HTTPStatus.NO_CONTENT})
 _CALLERS_FAULT: Final = frozenset({400, 403, 404, 409, 422})  # of a call passed on, not of our token
 _encode: Final = msgspec.json.Encoder().encode
-_decode_answers: Final = msgspec.json.Decoder(AcceptResponse).decode
-_decode_features: Final = msgspec.json.Decoder(Features).decode
-_decode_problem: Final = msgspec.json.Decoder(Problem).decode
 
 
 class BrokerLink:
@@ -138,7 +135,7 @@ class BrokerLink:
         self, path: str, body: bytes, rows: Sequence[ClaimedRow | Unanswered | DoneRow]
     ) -> list[AcceptAnswer]:
         """Post something about `rows`, and return an answer that makes sense for each, in their order."""
-        answers = _decoded(self._succeeded(await self._request("POST", path, body)), _decode_answers).answers
+        answers = _decoded(self._succeeded(await self._request("POST", path, body)), AcceptResponse).answers
         if len(answers) != len(rows):
             raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
         for row, answer in zip(rows, answers, strict=True):
@@ -157,7 +154,7 @@ class BrokerLink:
 
     async def features(self) -> Features:
         """Ask what the broker supports, and the mesh and member of the token; raises `RequestFailed`."""
-        return _decoded(self._succeeded(await self._request("GET", "/v1/features")), _decode_features)
+        return _decoded(self._succeeded(await self._request("GET", "/v1/features")), Features)
 
     async def report_ended(self, report: EndedRows) -> None:
         """Report rows that ended here; raises `RequestFailed`."""
@@ -169,13 +166,12 @@ class BrokerLink:
 
     async def topics(self) -> TopicList:
         """List the topics of the member's mesh; raises `PostroomError`."""
-        return _decoded(await self._pass_on("GET", "/v1/topics"), msgspec.json.Decoder(TopicList).decode)
+        return _decoded(await self._pass_on("GET", "/v1/topics"), TopicList)
 
     async def subscribe(self, topic: str) -> Subscription:
         """Subscribe the member to `topic` of its mesh; raises the broker's `PostroomError`, `NotFound` above all."""
         path = await self._subscriptions(topic)
-        reply = await self._pass_on("POST", path, _encode(Subscribe()))
-        return _decoded(reply, msgspec.json.Decoder(Subscription).decode)
+        return _decoded(await self._pass_on("POST", path, _encode(Subscribe())), Subscription)
 
     async def unsubscribe(self, topic: str) -> None:
         """End the member's subscription to `topic`; raises the broker's `PostroomError`, `NotFound` above all."""
@@ -194,7 +190,7 @@ class BrokerLink:
     async def _pass_on(self, method: str, path: str, body: bytes | None = None) -> Reply:
         reply = await self._request(method, path, body)
         if reply.status in _CALLERS_FAULT:
-            problem = _decoded(reply, _decode_problem)
+            problem = _decoded(reply, Problem)
             problem.status = reply.status
             problem.detail = self._without_token(clean(problem.detail))
             raise error_for(problem)
@@ -240,9 +236,9 @@ def _found(answer: AcceptAnswer) -> Accepted | None:
     return Accepted(answer.broker_message_id, answer.history_id)
 
 
-def _decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
+def _decoded(reply: Reply, kind: type[T]) -> T:
     try:
-        return decode(reply.content)
+        return msgspec.json.decode(reply.content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _garbage(f"the broker's answer is not the expected JSON: {clean(str(error))}") from error
 

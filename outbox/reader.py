@@ -53,9 +53,6 @@ _Stored = list[Any]
 _decode_row: Final = msgspec.json.Decoder(_Stored).decode
 _decode_rows: Final = msgspec.json.Decoder(list[_Stored]).decode
 _decode_page: Final = msgspec.json.Decoder(list[tuple[int, _Stored]]).decode
-_decode_log: Final = msgspec.json.Decoder(list[OperatorAction]).decode
-_decode_posts: Final = msgspec.json.Decoder(list[FailedPosts]).decode
-_decode_traceparents: Final = msgspec.json.Decoder(list[tuple[str, str | None]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -282,8 +279,9 @@ def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
 
 def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:
     ids = _encode([link.id for link in chain]).decode()
-    log, posts = _decode_log(_value(db, "log", (ids,))), _decode_posts(_value(db, "failed_posts", (ids,)))
-    traceparents = dict(_decode_traceparents(_value(db, "traceparents", (ids,))))
+    log = msgspec.json.decode(_value(db, "log", (ids,)), type=list[OperatorAction])
+    posts = msgspec.json.decode(_value(db, "failed_posts", (ids,)), type=list[FailedPosts])
+    traceparents = dict(msgspec.json.decode(_value(db, "traceparents", (ids,)), type=list[tuple[str, str | None]]))
     for link in (row, *chain):
         link.traceparent = traceparents.get(link.id)
     return RowChain(row=row, chain=chain, log=log, failed_posts=posts)
