@@ -49,21 +49,21 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 def find_orphans(spark: SparkSession, moment: Snapshot, events_kept: timedelta) -> list[Violation]:
     """Return every violation, by kind, as `postroom.worker.orphans.check` does."""
 
-    def read(table: str, query: str, *described: str) -> DataFrame:
+    def read(table: str, *described: str, query: str = "table_rows") -> DataFrame:
         return read_table(spark, moment, table, query, columns(", ".join(described)))
 
     accepted_at, occurred_at = "accepted_at timestamp", "occurred_at timestamp"
     tables = {
-        "dedupe": read("mesh.client_message_dedupe", "dedupe_rows", _ID, _PLACE, _KIND, "history_available boolean"),
-        "message": read("mesh.topic_message", "topic_message_rows", _ID, _KIND, accepted_at).union(
-            read("mesh.message_queue", "message_queue_rows", _ID, _KIND, accepted_at)
+        "dedupe": read("mesh.client_message_dedupe", _ID, _PLACE, _KIND, "history_available boolean"),
+        "message": read("mesh.topic_message", _ID, _KIND, accepted_at, query="topic_message_rows").union(
+            read("mesh.message_queue", _ID, _KIND, accepted_at, query="message_queue_rows")
         ),
-        "history_row": read("mesh.message_history", "history_rows", _ID, _PLACE, "recipients integer"),
-        "delivery": read("mesh.delivery_queue", "delivery_rows", _ID),
-        "mention": read("mesh.mention_index", "mention_rows", _ID),
-        "dropped_delivery": read("postroom.dropped_deliveries", "dropped_delivery_rows", _ID),
-        "announced": read("postroom.outbox_events", "announced_rows", _ID, _KIND, occurred_at).union(
-            read("postroom.dropped_events", "dropped_event_rows", _ID, _KIND, occurred_at)
+        "history_row": read("mesh.message_history", _ID, _PLACE, "recipients integer"),
+        "delivery": read("mesh.delivery_queue", _ID),
+        "mention": read("mesh.mention_index", _ID),
+        "dropped_delivery": read("postroom.dropped_deliveries", _ID),
+        "announced": read("postroom.outbox_events", _ID, _KIND, occurred_at, query="event_rows").union(
+            read("postroom.dropped_events", _ID, _KIND, occurred_at, query="event_rows")
         ),
     }
     for name, frame in tables.items():

@@ -6,65 +6,32 @@ SELECT pg_export_snapshot() AS name, now() AS now;
 -- How many blocks a table has.
 SELECT pg_relation_size($1::text::regclass) / current_setting('block_size')::integer AS blocks;
 
--- name: dedupe_rows
--- The known ids, in some blocks of their table.
-SELECT broker_message_id, mesh_id, history_id, destination_kind, history_available
-FROM mesh.client_message_dedupe
+-- name: table_rows
+-- The rows of a table, in some of its blocks.
+SELECT * FROM {table}
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
 
 -- name: topic_message_rows
 -- The messages to topics, in some blocks of their table.
 SELECT broker_message_id, 'topic' AS destination_kind, accepted_at
-FROM mesh.topic_message
+FROM {table}
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
 
 -- name: message_queue_rows
 -- The messages to one receiver, in some blocks of their table.
 SELECT broker_message_id, CASE WHEN recipient_id IS NULL THEN 'queue' ELSE 'dm' END AS destination_kind, accepted_at
-FROM mesh.message_queue
+FROM {table}
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
 
--- name: history_rows
--- The history, in some blocks of its table.
-SELECT broker_message_id, mesh_id, history_id, recipients
-FROM mesh.message_history
-WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
-
--- name: delivery_rows
--- The deliveries, in some blocks of their table.
-SELECT broker_message_id
-FROM mesh.delivery_queue
-WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
-
--- name: mention_rows
--- The mentions, in some blocks of their table.
-SELECT broker_message_id
-FROM mesh.mention_index
-WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
-
--- name: announced_rows
--- The events that accepts wrote, in some blocks of the event outbox; other services write events of their own into it.
+-- name: event_rows
+-- The events that accepts wrote, in some blocks of the event outbox, into which other services write events of their own, or
+-- of the table of those that an operator dropped.
 SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at
-FROM postroom.outbox_events
+FROM {table}
 WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid
   AND aggregate_type IN ('topic', 'queue')
   AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
   AND payload ->> 'broker_message_id' = id::text;
-
--- name: dropped_event_rows
--- The same for the events that an operator dropped, in some blocks of their table.
-SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at
-FROM postroom.dropped_events
-WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid
-  AND aggregate_type IN ('topic', 'queue')
-  AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
-  AND payload ->> 'broker_message_id' = id::text;
-
--- name: dropped_delivery_rows
--- The deliveries that an operator dropped, in some blocks of their table.
-SELECT broker_message_id
-FROM postroom.dropped_deliveries
-WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
 
 -- name: audit_rows
 -- The messages in a range of a mesh's history, before $4, without their bodies.

@@ -121,10 +121,10 @@ def snapshot(url: str) -> Iterator[Snapshot]:
 
 
 def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, schema: StructType) -> DataFrame:
-    """Read the query of `table` whose arguments are the first block that it reads, and the block after the last."""
+    """Read a query of `table`, with the first block that it reads and the block after the last as its arguments."""
     (size,) = moment.fetch(QUERIES["blocks"], table)
     parts = [[start, start + _BLOCKS] for start in range(0, max(size["blocks"], 1), _BLOCKS)]
-    return read_parts(spark, moment, query, parts, schema)
+    return read_parts(spark, moment, QUERIES[query].format(table=table), parts, schema)
 
 
 def read_ranges(
@@ -142,7 +142,7 @@ def read_ranges(
         if row["first"] is not None
         for after in range(row["first"] - 1, row["last"], _RANGE)
     ]
-    return read_parts(spark, moment, query, parts, schema)
+    return read_parts(spark, moment, QUERIES[query], parts, schema)
 
 
 def read_parts(
@@ -154,9 +154,9 @@ def read_parts(
     def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for part in batch.column(0).to_pylist():
-                yield from copy(url, text, parts[part], arrow, snapshot=name)
+                yield from copy(url, query, parts[part], arrow, snapshot=name)
 
-    url, name, text = moment.url, moment.name, QUERIES[query]
+    url, name = moment.url, moment.name
     return spark.range(0, len(parts), 1, max(len(parts), 1)).mapInArrow(read, schema)
 
 
