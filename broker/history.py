@@ -165,8 +165,6 @@ def _place(cursor: str) -> tuple[datetime, int]:
 
 
 class _Page:
-    """A page of the history while it is read."""
-
     def __init__(self, *, bodies: bool) -> None:
         self.messages: list[Any] = []  # encoded
         self._bodies = bodies

@@ -227,7 +227,6 @@ class AcceptStore:
 
 
 def _parts(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    """Divide a batch into the parts of one statement each."""
     sizes = [len(checked.body) + len(checked.meta or "") + len(payload or "") for (_, checked), _, payload in entries]
     if sum(sizes) <= _AT_ONCE_BYTES:
         return [entries]

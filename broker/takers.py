@@ -241,7 +241,6 @@ class Takers:
 
 
 def _wants(info: ConsumerInfo, place: Published) -> bool:
-    """Return whether a consumer is given a message."""
     config = info.config
     since = config.opt_start_time if config.deliver_policy == DeliverPolicy.BY_START_TIME else None
     return (since is None or since <= place.at) and any(covers(one, place.subject) for one in filters_of(config))

@@ -67,7 +67,6 @@ class Batch:
             await asyncio.gather(working, return_exceptions=True)
 
     async def _work(self) -> None:
-        """Read messages and send them, both at once."""
         reading = asyncio.create_task(self._read_messages())
         try:
             while await self._backlog.filled():

@@ -316,7 +316,6 @@ class Pool:
                 self._sweeping = loop.call_later(self._idle_seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Close the connections that nobody needed for a while."""
         loop = asyncio.get_running_loop()
         while self._idle and self._idle[0].idle_since + self._idle_seconds <= loop.time():
             self._idle.pop(0).abort()

@@ -71,8 +71,6 @@ def configure(level: str = "info") -> None:
 
 
 class _Period(NamedTuple):
-    """How many lines a library has logged since a moment."""
-
     began: float  # seconds since the epoch
     lines: int
 

@@ -354,8 +354,6 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 
 class _Scrape(Collector):
-    """What one scrape found."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 

@@ -630,7 +630,6 @@ class Store:
         self._wake.set()
 
     def _answer(self, group: list[Submission], outcomes: list[Outcome]) -> None:
-        """Pass on what became of each operation of a committed group."""
         if group:
             self.transactions += 1
             self.operations += len(group)

@@ -134,8 +134,6 @@ def end_if_cancelled() -> None:
 
 
 class _Events:
-    """Logs the events of a connection."""
-
     def __init__(self, name: str, client: Client, *, logged: bool) -> None:
         self._log = _log.bind(connection=name)
         self._logged = logged

@@ -65,7 +65,6 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
 
 def _check_age(seconds: float | None) -> None:
-    """Refuse an age that NATS accepts for no stream."""
     if seconds and seconds < _LEAST_AGE:
         raise ValueError(f"max_age_seconds must be 0 or at least {_LEAST_AGE}")
 

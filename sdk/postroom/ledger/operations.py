@@ -261,7 +261,6 @@ def unknown_message(message: str) -> NotFound:
 
 
 def _activity(row: asyncpg.Record, job_state: str) -> Activity:
-    """Read a row of `find_activities`."""
     progress = Progress(
         row["ledger"],
         row["answers_due"],

@@ -159,7 +159,6 @@ def is_ours(version: str | None) -> bool:
 
 @asynccontextmanager
 async def _mapped() -> AsyncIterator[None]:
-    """Turn errors of Postgres into our own."""
     try:
         yield
     except _PASSING as error:

@@ -187,8 +187,6 @@ class Registry:
 
 
 class _Once(AbstractAsyncContextManager["Claim"]):
-    """The context manager of one block."""
-
     def __init__(self, block: AbstractAsyncContextManager[Claim]) -> None:
         self._block = block
         self._entered = False

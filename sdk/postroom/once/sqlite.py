@@ -133,7 +133,6 @@ class SqliteStore(SqliteClaims):
         return await self._on_thread(run)
 
     def _moved(self) -> bool:
-        """Return whether the open file was replaced or removed."""
         if self._path is None or self._opened is None:
             return False
         try:

@@ -153,7 +153,6 @@ class FakeDaemon:
             return len(due) < len(unsettled)
 
     async def _answer(self, request: bytes, pause: _Pause) -> tuple[int, Any]:
-        """Answer one request."""
         line, headers, body = _parsed(request)
         _check_size(body)
         method, target, _ = line.split(" ")
@@ -181,7 +180,6 @@ class FakeDaemon:
         raise PostroomError.of("not_faked", sentence, status=501)
 
     def _line(self, number: int, data: bytes, traceparent: str | None) -> BatchResult:
-        """Answer one line of a batch."""
         try:
             _check_size(data)
             return BatchResult(line=number, result=self._accept(data, traceparent)[1])
@@ -190,8 +188,6 @@ class FakeDaemon:
 
 
 class _Row:
-    """A row of the outbox."""
-
     def __init__(self, send: PreparedSend) -> None:
         self.send = send
         self.row_id = new_id()

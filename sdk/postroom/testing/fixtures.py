@@ -119,6 +119,5 @@ def _outside() -> dict[str, str]:
 
 
 def _environment(file: Path) -> dict[str, str]:
-    """Read the variables that `postroom up` has written for a shell."""
     words = (shlex.split(line)[0].partition("=") for line in file.read_text("utf-8").splitlines() if line)
     return {name: value for name, _, value in words}

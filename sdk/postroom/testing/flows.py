@@ -224,7 +224,6 @@ class _Job:
                 raise AssertionError(detail)
 
     async def _publish(self) -> None:
-        """Publish what was committed meanwhile, and answer the requests."""
         more = True
         while more:
             async with self._source.claim(PublisherSettings()) as claim:

@@ -53,8 +53,6 @@ _PRESENT: Final = b'"answers"'
 
 
 class _Body(msgspec.Struct):
-    """The body of an engine's own event."""
-
     activity: UUID
     flow: str
     name: str

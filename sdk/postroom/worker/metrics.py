@@ -78,7 +78,6 @@ def of_publication(
 
 
 def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
-    """Return how far each durable consumer of the meshes is."""
     gauges: dict[str, tuple[str, Callable[[Durable], float | None]]] = {
         "waiting_messages": ("Messages that a durable consumer has yet to be given.", lambda one: one.waiting),
         "in_hand_messages": ("Messages that it was given and has not settled.", lambda one: one.in_hand),

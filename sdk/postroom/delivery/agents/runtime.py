@@ -251,14 +251,12 @@ class AgentRuntime:
             raise errors.exceptions[0] from None
 
     async def _recover(self) -> None:
-        """Publish what an earlier process left unpublished."""
         async with self._turns.turn():
             left = [stored(row) for row in await self._store.unpublished()]
         async for _ in self.publisher.rounds(left):
             pass
 
     async def _take_turn(self) -> Group:
-        """Handle a group of messages and commit it."""
         async with self._turns.turn():
             await self._count_death()
             jobs: list[Job] = []

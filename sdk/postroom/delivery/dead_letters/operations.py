@@ -320,7 +320,6 @@ class LetterOperations:
         return letter
 
     async def _publish(self, id_: str, letter: DeadLetter) -> str | PostroomError:
-        """Send the message of one letter again."""
         assert self._js is not None  # noqa: S101 - that was checked
         new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
         kept = [name for name in letter.headers if _SENDABLE.fullmatch(name) and name not in ours]

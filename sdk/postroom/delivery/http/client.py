@@ -182,7 +182,6 @@ def read_secret(file: Path | None) -> bytes | None:
 
 
 def _place_of(url: str) -> tuple[Site, str]:
-    """Return where requests to `url` go, and their target there."""
     try:
         parts = urlsplit(url)
         if parts.username is None and not parts.fragment:

@@ -268,8 +268,6 @@ class Audit:
 
 
 class _Batch:
-    """Messages that are sent together, and the answers to them."""
-
     def __init__(self, first: int, messages: int) -> None:
         self.first = first  # its number
         self.answers: list[_Ack | None] = [None] * messages

@@ -115,7 +115,6 @@ class Record:
         return found
 
     def _searches(self, stream: StreamPicture, until: datetime, marked: datetime) -> list[Search]:
-        """Return the searches that can find something."""
         place, since = (stream.name, stream.created_at), until - self.horizon
         searches = [Search("behind_the_end", *place, stream.last_sequence, since, until)]
         if self._recreated(stream):
