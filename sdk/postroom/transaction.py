@@ -25,7 +25,7 @@ import math
 import re
 from collections.abc import Awaitable, Sequence
 from datetime import datetime
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, Protocol, Required, TypedDict, Unpack, overload
 from uuid import UUID, uuid4
 
 from postroom._wire.arguments import to_json
@@ -54,40 +54,33 @@ class AsyncConnection(Protocol):
         ...
 
 
+class _Options(TypedDict, total=False):
+    correlation_id: UUID | str | None
+    causation_id: UUID | str | None
+    traceparent: str | None
+    id: UUID | None
+
+
+class _OfEvent(_Options, total=False):
+    aggregate_type: Required[str]
+    aggregate_id: Required[object]
+    event_version: int
+    occurred_at: datetime | None
+
+
+class _OfCommand(_Options, total=False):
+    aggregate_type: str | None
+    aggregate_id: object
+
+
 @overload
 def emit(
-    connection: AsyncConnection,
-    mesh: str,
-    event_type: str,
-    payload: Any,
-    *,
-    aggregate_type: str,
-    aggregate_id: object,
-    event_version: int = 1,
-    correlation_id: UUID | str | None = None,
-    causation_id: UUID | str | None = None,
-    traceparent: str | None = None,
-    occurred_at: datetime | None = None,
-    id: UUID | None = None,
+    connection: AsyncConnection, mesh: str, event_type: str, payload: Any, **options: Unpack[_OfEvent]
 ) -> Awaitable[UUID]: ...
 
 
 @overload
-def emit(
-    connection: Any,
-    mesh: str,
-    event_type: str,
-    payload: Any,
-    *,
-    aggregate_type: str,
-    aggregate_id: object,
-    event_version: int = 1,
-    correlation_id: UUID | str | None = None,
-    causation_id: UUID | str | None = None,
-    traceparent: str | None = None,
-    occurred_at: datetime | None = None,
-    id: UUID | None = None,
-) -> UUID: ...
+def emit(connection: Any, mesh: str, event_type: str, payload: Any, **options: Unpack[_OfEvent]) -> UUID: ...
 
 
 def emit(
@@ -128,34 +121,12 @@ def emit(
 
 @overload
 def emit_command(
-    connection: AsyncConnection,
-    mesh: str,
-    queue: str,
-    payload: Any,
-    *,
-    aggregate_type: str | None = None,
-    aggregate_id: object = None,
-    correlation_id: UUID | str | None = None,
-    causation_id: UUID | str | None = None,
-    traceparent: str | None = None,
-    id: UUID | None = None,
+    connection: AsyncConnection, mesh: str, queue: str, payload: Any, **options: Unpack[_OfCommand]
 ) -> Awaitable[UUID]: ...
 
 
 @overload
-def emit_command(
-    connection: Any,
-    mesh: str,
-    queue: str,
-    payload: Any,
-    *,
-    aggregate_type: str | None = None,
-    aggregate_id: object = None,
-    correlation_id: UUID | str | None = None,
-    causation_id: UUID | str | None = None,
-    traceparent: str | None = None,
-    id: UUID | None = None,
-) -> UUID: ...
+def emit_command(connection: Any, mesh: str, queue: str, payload: Any, **options: Unpack[_OfCommand]) -> UUID: ...
 
 
 def emit_command(
