@@ -315,13 +315,6 @@ def check_timeout(handler: HandlerSettings | WebhookSettings, consumer: Consumer
         )
 
 
-def check_webhooks(settings: WebhookSettings) -> None:
-    """Raise `Fatal` (78) unless networks, time-out and inbox are valid."""
-    networks_of(settings)
-    check_inbox(settings.inbox)
-    check_timeout(settings, settings)
-
-
 def networks_of(settings: AddressSettings) -> list[IPv4Network | IPv6Network]:
     """Return the networks that are allowed; raises `Fatal` (78) for one that is not valid."""
     try:

@@ -17,7 +17,6 @@ from typing import Final, Protocol, Self, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries, why_failed
-from postroom._wire.words import when
 from postroom.claims import Claim as Run
 from postroom.claims import Claims, Done, Held, Key, Result, Row, Table
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
@@ -117,16 +116,6 @@ class Store(Claims, Protocol):
 
 class KeyHeld(Conflict):
     """Another worker holds the key and did not end in time: try the message again, `retry_after` at the latest."""
-
-    @classmethod
-    def by_another(cls, scope: Scope, held: Held) -> Self:
-        """Build the error for a key that stayed `held`."""
-        return cls.of(
-            "key_held",
-            f"{scope} is held by another worker until {when(held.until)}: try again",
-            retryable=True,
-            retry_after=held.seconds,
-        )
 
 
 class LeaseLost(Conflict):

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from postroom._wire.once import KeysQuery, KeyState
 from postroom._wire.retry import STEADY, Backoff, Patience, error_text, retrying
+from postroom._wire.words import when
 from postroom.chassis.config import MAX_DAYS, MAX_SECONDS
 from postroom.claims import Dead, Ended, Later, leases
 from postroom.errors import Conflict, InvalidMessage, PostroomError
@@ -116,7 +117,8 @@ class Registry:
         while isinstance(begun := await self.begin(scope), Held):
             left = deadline - self.clock()
             if left <= 0:
-                raise KeyHeld.by_another(scope, begun)
+                detail = f"{scope} is held by another worker until {when(begun.until)}: try again"
+                raise KeyHeld.of("key_held", detail, retryable=True, retry_after=begun.seconds)
             looks += 1
             await self.sleep(min(_LOOKS.seconds(looks), left, max(begun.seconds, _LOOKS.first)))
         return begun

@@ -35,7 +35,7 @@ from postroom.delivery.settings import (
     WebhookSettings,
     check_inbox,
     check_timeout,
-    check_webhooks,
+    networks_of,
 )
 from postroom.delivery.streams import default_streams
 from postroom.delivery.subjects import DEFAULT_WORKSPACE, stream_name
@@ -273,11 +273,24 @@ def load_config(
         raise Fatal(Exit.CONFIG, f"database_url is not set: give one with --config FILE, or set {variable}")
     horizon = "record.horizon_days", config.record.horizon_days
     _check_kept("record.keep_days", config.record.keep_days, *horizon)
-    check_webhooks(config.webhooks)
+    networks_of(config.webhooks)
+    check_inbox(config.webhooks.inbox)
+    check_timeout(config.webhooks, config.webhooks)
     _check_kept("once.keep_days", config.once.keep_days, *horizon, "handled")
     inbox = config.webhooks.inbox
     _check_kept("webhooks.inbox.horizon_days", inbox.horizon_days, *horizon, "posted")
-    _check_parts(config)
+    for number, consumer in enumerate(config.consumers):
+        _check_consumer(consumer)
+        if consumer.database_url is None and config.database_url is None:
+            detail = f"consumers[{number}].database_url is not set, and neither is database_url: set one"
+            raise Fatal(Exit.CONFIG, detail)
+    for number, agent in enumerate(config.agents):
+        _check_agent(agent)
+        if agent.agent_class is None:
+            raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
+    durables = [consumer.consumer.durable for consumer in config.consumers]
+    check_distinct(durables, "consumers: two have the same consumer.durable; give one a worker of its own")
+    check_distinct([source.name for source in config.sources], "sources: two have the same name; rename one")
     return config
 
 
@@ -350,21 +363,6 @@ def worker_of(config: ConsumerConfig | AgentConfig) -> WorkerConfig:
         consumers=[config] if isinstance(config, ConsumerConfig) else [],
         agents=[config] if isinstance(config, AgentConfig) else [],
     )
-
-
-def _check_parts(config: WorkerConfig) -> None:
-    for number, consumer in enumerate(config.consumers):
-        _check_consumer(consumer)
-        if consumer.database_url is None and config.database_url is None:
-            detail = f"consumers[{number}].database_url is not set, and neither is database_url: set one"
-            raise Fatal(Exit.CONFIG, detail)
-    for number, agent in enumerate(config.agents):
-        _check_agent(agent)
-        if agent.agent_class is None:
-            raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
-    durables = [consumer.consumer.durable for consumer in config.consumers]
-    check_distinct(durables, "consumers: two have the same consumer.durable; give one a worker of its own")
-    check_distinct([source.name for source in config.sources], "sources: two have the same name; rename one")
 
 
 def check_distinct(names: Sequence[str], twice: str) -> None:
