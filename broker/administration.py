@@ -248,9 +248,8 @@ class Destinations:
         mesh = _asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
-        return json_response(
-            self._kind.things(**{f"{self._noun}s": [self._kind.thing(mesh=mesh, **row) for row in rows]})
-        )
+        found = [self._kind.thing(mesh=mesh, **row) for row in rows]
+        return json_response(self._kind.things(**{f"{self._noun}s": found}))
 
     async def delete(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""

@@ -63,9 +63,8 @@ class Jobs(Handlers):
         principal = request[PRINCIPAL]
         wanted = msgspec.convert(query, JobFilter, from_attributes=True)
         async with self._database.read(principal.whose) as connection:
-            jobs, next_cursor = await _page(
-                connection, wanted, any_mesh(principal, query.mesh), query.cursor, query.limit
-            )
+            mesh = any_mesh(principal, query.mesh)
+            jobs, next_cursor = await _page(connection, wanted, mesh, query.cursor, query.limit)
         return json_response(JobPage(jobs=jobs, next_cursor=next_cursor))
 
     async def inspect(self, request: web.Request) -> web.Response:

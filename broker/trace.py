@@ -148,9 +148,8 @@ class _PostgresDraft(Draft):
                 fresh |= await self._add_job(name)
         fresh |= dict.fromkeys(await self._add_ended_rows(names))
         above = await self._follow(fresh, effects=self.operates)
-        await self._follow(
-            {name: context for name, context in above.items() if name not in self._covered}, effects=False
-        )
+        unseen = {name: context for name, context in above.items() if name not in self._covered}
+        await self._follow(unseen, effects=False)
         for step in [step for step in self.steps.values() if step.what == "accepted"]:
             task = SparkTask.read(step.ids.get(TRACEPARENT)) if self.operates else None
             if task is not None and task.job is not None:

@@ -103,9 +103,8 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     wanted = [name for name, _ in counts.most_common(_PANELS)]
     rows = max(1, -(-len(wanted) // _COLUMNS))
     columns = min(_COLUMNS, max(1, len(wanted)))
-    layout = ConstrainedLayoutEngine(
-        w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04
-    )  # inches, and shares of the figure
+    # inches, and shares of the figure
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04)
     figure = Figure(figsize=(5.4 * columns + 0.6, 3.1 * rows + 1.1), layout=layout, facecolor="white")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     days = sorted({line.day for line in latencies if _name(line) in wanted})

@@ -408,9 +408,8 @@ class AsyncClient(Calls):
 
     async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
         """Stop relaying, to one destination or to all, until it is resumed; restarts do not change that."""
-        return await self._change(
-            "POST", "/v1/relay/pause", RelayStatus, PauseRequest(reason=reason, destination=destination)
-        )
+        request = PauseRequest(reason=reason, destination=destination)
+        return await self._change("POST", "/v1/relay/pause", RelayStatus, request)
 
     async def resume_relay(
         self, destination: str | None = None, *, reason: str, rate_per_second: float | None = None

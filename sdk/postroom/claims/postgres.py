@@ -55,9 +55,8 @@ class PostgresClaims:
         """See `Claims.claim`."""
         rows = distinct_rows(wanted, self._table)
         columns = list(map(list, zip(*rows.values(), strict=True)))
-        claimed, started = await self._fetch(
-            self._steps["claim"], owner, timedelta(seconds=lease), self._table.expired, *columns
-        )
+        values = owner, timedelta(seconds=lease), self._table.expired, *columns
+        claimed, started = await self._fetch(self._steps["claim"], *values)
         states: dict[Key, State] = {
             key: Claim(key, owner, attempt, last_error, until, started + lease)
             for *columns, attempt, last_error, until in claimed

@@ -88,9 +88,8 @@ def default_changes(stream: StreamSettings, defaults: StreamDefaults) -> frozens
     """Name the limits of a context's own stream that the operator has set: an existing one is changed to those."""
     kinds = {"EVENTS": defaults.events, "COMMANDS": defaults.commands, "INBOX": defaults.inbox}
     limits = kinds.get(stream.name.rpartition("_")[2], defaults.dead_letters)
-    return frozenset(_given(defaults, limits)) - (
-        {"duplicate_window_seconds"} if limits is defaults.dead_letters else set()
-    )
+    fixed = {"duplicate_window_seconds"} if limits is defaults.dead_letters else set()
+    return frozenset(_given(defaults, limits)) - fixed
 
 
 def _given(defaults: StreamDefaults, limits: KindDefaults) -> dict[str, Any]:

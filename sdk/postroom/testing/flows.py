@@ -180,9 +180,8 @@ class _Job:
         self._waiting: list[Delivery] = []
 
     async def run(self, request: str, crash: Crash | None) -> None:
-        start = Start(
-            self.id, self._mesh, self._flow.name, uuid4(), self._flow.first.name, request, self._flow.threshold
-        )
+        flow = self._flow
+        start = Start(self.id, self._mesh, flow.name, uuid4(), flow.first.name, request, flow.threshold)
         async with self._pool.acquire() as connection:
             await start_job(connection, start)
         while await self._employ(MortalWorker(crash)):

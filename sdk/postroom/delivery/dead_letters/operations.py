@@ -393,9 +393,8 @@ class LetterOperations:
         seen = set[str]()
         async with aclosing(read_letters(self._js, self._context, begin, last)) as pages:
             async for page in pages:
-                rows = await self._connection.fetch(
-                    QUERIES["list_known"], self._context, [one.letter_id for one in page]
-                )
+                ids = [one.letter_id for one in page]
+                rows = await self._connection.fetch(QUERIES["list_known"], self._context, ids)
                 seen |= {row["letter_id"] for row in rows}
                 for one in page:
                     id_, known = f"{one.stream}/{one.sequence}", one.letter_id in seen

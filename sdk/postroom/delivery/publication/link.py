@@ -338,9 +338,8 @@ class Link:
         stream = self.streams.of(message.subject)
         if stream is None and self.streams.missing:
             names = ", ".join(sorted(self.streams.missing))
-            return Unanswered(
-                f"no stream that JetStream lists has {message.subject}, and it cannot list {names} at the moment"
-            )
+            listed = f"no stream that JetStream lists has {message.subject}"
+            return Unanswered(f"{listed}, and it cannot list {names} at the moment")
         if stream is None:
             return f"no stream has the subject {message.subject}: declare one"
         lines = sum(len(name) + len(value.encode()) + _LINE_EXTRA for name, value in message.headers.items())

@@ -136,9 +136,8 @@ class PostgresClaim:
         if placed:
             streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
             places = list(streams), list(created), list(sequences)
-            unsure = await self._fetch(
-                "mark_published", [str(one.key) for one, _ in placed], *places, self._source.horizon
-            )
+            keys = [str(one.key) for one, _ in placed]
+            unsure = await self._fetch("mark_published", keys, *places, self._source.horizon)
         if gone:
             unsettled = await self._fetch("find_unsettled", [str(one.key) for one in gone])
             await self._fetch("requeue", [row[0] for row in unsettled])
@@ -205,10 +204,9 @@ class PostgresSource:
     async def requeue_lost(self, search: Search) -> int:
         """Make unpublished what a stream has lost."""
         bound = search.created_at if search.loss == "of_another_stream" else search.bound
+        bounds = search.stream, bound, search.since, search.until
         async with self.pool.acquire() as connection:
-            return await self.requeue(
-                connection, f"find_{search.loss}", search.stream, bound, search.since, search.until
-            )
+            return await self.requeue(connection, f"find_{search.loss}", *bounds)
 
     async def requeue_taken_out(self, stream: str, holes: Holes, since: datetime) -> int:
         """Make unpublished what is above the floors of a work queue and no longer in it; return how many that were."""
