@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE: Final = 2.0  # seconds that a person waits for a daemon that is just being restarted
+RESTARTING: Final = 30.0  # seconds without any answer from a daemon or a broker that was there before
 TIMEOUT: Final = 10.0  # seconds that one exchange may take
 
 
@@ -29,7 +30,12 @@ def with_daemon(
 
 
 def with_broker(
-    url: str | None, token_file: Path | None, work: Callable[[BrokerClient], Awaitable[T]], *, timeout: float = TIMEOUT
+    url: str | None,
+    token_file: Path | None,
+    work: Callable[[BrokerClient], Awaitable[T]],
+    *,
+    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
 ) -> T:
     """Run `work` with a client of the broker at `url`, with the token in `token_file`."""
     import asyncio  # noqa: PLC0415
@@ -41,7 +47,7 @@ def with_broker(
     token = read_token(token_file)
 
     async def run() -> T:
-        async with BrokerClient(url, token, patience=PATIENCE, timeout=timeout) as client:
+        async with BrokerClient(url, token, patience=patience, timeout=timeout) as client:
             return await work(client)
 
     return asyncio.run(run())

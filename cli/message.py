@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from cli.connect import with_daemon
+from cli.connect import RESTARTING, with_daemon
 from cli.output import json_line, line, note
 from postroom.chassis.exits import Exit, Fatal
 
@@ -76,6 +76,9 @@ def send_one(
     Raises `Fatal` where the broker has not accepted it after the wait, in seconds.
     """
     from postroom import TryAgain, Unavailable  # noqa: PLC0415
+    from postroom._wire.transport import find_socket  # noqa: PLC0415
+
+    place = find_socket(socket)  # once: a daemon that is restarted has no socket meanwhile
 
     def work(client: Client) -> None:
         try:
@@ -91,8 +94,8 @@ def send_one(
             json_line(result) if as_json else line(said)
             return
         try:
-            row = client.wait(message_id, wait)
-        except KeyboardInterrupt:
+            row = with_daemon(place, lambda client: client.wait(message_id, wait), patience=min(wait, RESTARTING))
+        except (KeyboardInterrupt, TryAgain, Unavailable):
             how_far = f"`postroom outbox inspect {result.outbox_id}` shows how far it is"
             note(f"{message_id} is kept, and the daemon keeps trying: {how_far}")
             raise
@@ -103,7 +106,7 @@ def send_one(
         if row.status != "done":
             raise Fatal(Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: see `postroom trace {row.id}`")
 
-    with_daemon(socket, work)
+    with_daemon(place, work)
 
 
 def body_of(data: bytes) -> str | bytes:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, T
 import typer
 
 from cli import completion
-from cli.connect import with_daemon
+from cli.connect import RESTARTING, with_daemon
 from cli.files import emptied, open_source, read_source, size_of
 from cli.message import PRIORITIES, body_of, send_one
 from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 app = noun()
 
 _WAIT_SECONDS: Final = 60.0
-PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
 MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
 
 
@@ -319,7 +318,7 @@ def send_lines(
     bulk = BulkSend(stream, parse, errors, as_json=as_json)
     try:
         with progress(size_of(stream), as_json=as_json) as show:
-            with_daemon(socket, lambda client: bulk.run(client, show), patience=PATIENCE)
+            with_daemon(socket, lambda client: bulk.run(client, show), patience=RESTARTING)
     finally:
         note(str(bulk.count)) if as_json else line(str(bulk.count))
     if bulk.count.failed:

@@ -11,14 +11,18 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 from support.mailroom import LoneDaemon
 from support.terminal import SECONDS, Terminal
 
 from postroom import Client
+from postroom.errors import Problem
 
 
 def rows(daemon: LoneDaemon) -> int:
@@ -238,36 +242,66 @@ def test_the_command_that_helps_can_be_pasted_whatever_the_id(terminal: Terminal
     assert "client_message_id" in terminal.run(*helps.split(), "--json").out
 
 
-async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directory: Path) -> None:
-    path, waiting, stop = short_directory / "d.sock", asyncio.Event(), asyncio.Event()
+@asynccontextmanager
+async def daemon_that_waits(path: Path, wait: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[None]:
+    """Serve a daemon that queues each message as `a`, and answers the question for its outcome by `wait`."""
 
     async def accept(_: web.Request) -> web.Response:
         receipt = b'{"client_message_id":"a","outbox_id":"row","status":"queued"}'
         return web.Response(status=202, body=receipt, content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/send", accept), web.get("/v1/sends/a", wait)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path)).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+KEPT = "a is kept, and the daemon keeps trying: `postroom outbox inspect row` shows how far it is"
+
+
+async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directory: Path) -> None:
+    path, waiting, stop = short_directory / "d.sock", asyncio.Event(), asyncio.Event()
 
     async def keep_waiting(_: web.Request) -> web.Response:
         waiting.set()
         await stop.wait()
         return web.Response(status=404)
 
-    app = web.Application()
-    app.add_routes([web.post("/v1/send", accept), web.get("/v1/sends/a", keep_waiting)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.UnixSite(runner, str(path)).start()
+    async with daemon_that_waits(path, keep_waiting):
         running = Terminal(path).start("send", "topic:orders", "hello", "--id", "a", "--wait")
-        await asyncio.wait_for(waiting.wait(), SECONDS)
-        running.send_signal(signal.SIGINT)
-        out, err = await asyncio.to_thread(running.communicate, timeout=SECONDS)
-    finally:
-        stop.set()
-        await runner.cleanup()
+        try:
+            await asyncio.wait_for(waiting.wait(), SECONDS)
+            running.send_signal(signal.SIGINT)
+            out, err = await asyncio.to_thread(running.communicate, timeout=SECONDS)
+        finally:
+            stop.set()
     assert (running.returncode, out) == (130, b"")
-    assert err.decode().splitlines() == [
-        "a is kept, and the daemon keeps trying: `postroom outbox inspect row` shows how far it is",
-        "postroom: interrupted",
-    ]
+    assert err.decode().splitlines() == [KEPT, "postroom: interrupted"]
+
+
+async def test_a_daemon_that_stops_while_it_waits_is_waited_for_and_the_message_said_to_be_kept(
+    short_directory: Path,
+) -> None:
+    path, asked = short_directory / "d.sock", list[str]()
+
+    async def stopping(_: web.Request) -> web.Response:
+        asked.append("once more")
+        problem = Problem(
+            type="", title="", status=503, detail="it stops", code="stopping", retryable=True, retry_after=3
+        )
+        body = msgspec.json.encode(problem)
+        return web.Response(status=503, body=body, content_type="application/problem+json")
+
+    async with daemon_that_waits(path, stopping):
+        arguments = ("send", "topic:orders", "hello", "--wait", "--timeout", "5s")
+        ended = await asyncio.to_thread(Terminal(path).process, *arguments)
+    assert (ended.code, len(asked)) == (75, 2)
+    assert ended.err.splitlines() == [KEPT, "postroom: it stops"]
 
 
 def test_waiting_for_a_row_that_an_operator_retires_fails(terminal: Terminal) -> None:
