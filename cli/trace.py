@@ -6,12 +6,13 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from cli import completion
-from cli.connect import PATIENCE, TIMEOUT, with_broker
+from cli.connect import PATIENCE, RESTARTING, TIMEOUT, with_broker
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import coloured, draw, fold_command, folded, json_line, note
 from postroom.chassis.exits import Exit, Fatal
@@ -65,18 +66,26 @@ def trace(
     """  # noqa: D301 - \b: as it stands
     if not id_:
         raise Fatal(Exit.USAGE, "the id is empty: name a message, a row, an event, a dead letter or a job by its id")
+    from postroom import Unavailable  # noqa: PLC0415
+    from postroom._wire.transport import find_socket  # noqa: PLC0415
+
+    with suppress(Unavailable):  # no daemon runs here
+        socket = find_socket(socket)  # once: a daemon that is restarted has no socket meanwhile
     shown: dict[str, Step] = {}
     before: Story | None = None
     while True:
-        story = _ask(id_, url, token_file, socket)
+        story = _ask(id_, url, token_file, socket, PATIENCE if before is None else RESTARTING)
         if story != before:
             if as_json:
                 json_line(story)
             else:
                 show_story(story, [step.id for step in story.steps if shown.get(step.id) != step])
             sys.stdout.flush()
-        for problem in story.unread if before is None else ():
-            note(problem.detail)
+        if before is None:
+            for problem in story.unread:
+                note(problem.detail)
+            if url is None:
+                note("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
         before, shown = story, {step.id: step for step in story.steps}
         waiting = [shown[wait.step] for wait in story.waits if wait.step in shown]
         if not follow or all(step.outcome == "dead" for step in waiting):
@@ -84,8 +93,11 @@ def trace(
         time.sleep(_LOOK_SECONDS)
 
 
-def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None) -> Story:
-    """Ask the broker, where one is configured, and the daemon of this machine, where there is one."""
+def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None, patience: float) -> Story:
+    """Ask the broker, where one is configured, and the daemon of this machine, where there is one.
+
+    Each has its `patience`, in seconds: without one of them a story ends too early.
+    """
     import asyncio  # noqa: PLC0415
 
     from postroom import AsyncClient, Unavailable  # noqa: PLC0415
@@ -94,7 +106,7 @@ def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None
     async def work(broker: BrokerClient | None = None) -> Story:
         ask = None if broker is None else lambda one, _sender: broker.trace(one)
         try:
-            client = AsyncClient(socket, patience=PATIENCE, timeout=TIMEOUT)
+            client = AsyncClient(socket, patience=patience, timeout=TIMEOUT)
         except Unavailable:  # no daemon runs here
             if ask is None:
                 raise
@@ -103,10 +115,8 @@ def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None
             return await follow_trace(id_, broker=ask, daemon=client.trace)
 
     if url is not None:
-        return with_broker(url, token_file, work)
-    story = asyncio.run(work())
-    note("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
-    return story
+        return with_broker(url, token_file, work, patience=patience)
+    return asyncio.run(work())
 
 
 def show_story(story: Story, fresh: list[str]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
+import msgspec
 import nats
 import pytest
 from aiohttp import web
@@ -36,6 +37,7 @@ from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 from embedded.processes import tethered
 from postroom import Client, SendRequest
 from postroom._wire.spark import SparkTask
+from postroom.errors import Problem
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FLOW = """
@@ -736,6 +738,37 @@ def test_following_shows_each_change_and_ends_when_only_an_operator_can_help(off
     stories = [json.loads(line) for line in followed.stdout.splitlines()]
     assert len(stories) in (1, 2, 3)
     assert [step["outcome"] for step in stories[-1]["steps"]] == ["dead", "dead"]
+
+
+async def test_following_waits_for_a_daemon_that_is_restarted_and_says_once_what_is_not_asked(
+    short_directory: Path,
+) -> None:
+    problem = Problem(type="", title="", status=503, detail="it stops", code="stopping", retryable=True, retry_after=3)
+    stopping = web.Response(status=503, body=msgspec.json.encode(problem), content_type="application/problem+json")
+
+    def story(outcome: str) -> web.Response:
+        step = {"id": "1", "what": "kept", "thing": "row", "outcome": outcome, "ids": {"client_message_id": "a"}}
+        return web.json_response({"waits": [{"step": "1", "why": "the broker"}], "steps": [step]})
+
+    answers = iter([story("waiting"), stopping, story("waiting"), story("dead")])
+
+    async def trace(_: web.Request) -> web.Response:
+        return next(answers)
+
+    app, path = web.Application(), short_directory / "d.sock"
+    app.add_routes([web.get("/v1/trace/a", trace)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path)).start()
+        followed = await asyncio.to_thread(Terminal(path).process, "trace", "a", "--follow", "--json")
+    finally:
+        await runner.cleanup()
+    assert followed.code == 0, followed
+    assert [each["steps"][0]["outcome"] for each in followed.json] == ["waiting", "dead"]
+    assert followed.err.splitlines() == [
+        "the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE"
+    ]
 
 
 def shown(office: Office, name: str) -> dict[str, Any]:
