@@ -168,7 +168,9 @@ async def _redis(url: str) -> str:
     try:
         await RedisWindow(redis, config).probe()
     except (RedisError, OSError) as error:
-        raise Fatal(Exit.UNAVAILABLE, f"Redis cannot be used: {error}") from error
+        raise Fatal(
+            Exit.UNAVAILABLE, f"Redis cannot be used: {error}; check its URL, and that it takes writes"
+        ) from error
     finally:
         await redis.aclose()
     return "it answers"
