@@ -99,15 +99,16 @@ def neighbouring_schemas() -> None:
 
 def question() -> None:
     """Retire a row although nobody knows whether the broker has accepted it, and do not ask."""
-    from outbox.operations import Act, Learned, Outcomes
+    from outbox import Outbox
+    from outbox.operations import Act, Learned
 
     act = Act.run
 
-    async def learn_nothing(self: Outcomes, row_ids: object) -> Learned:
+    async def learn_nothing(self: Outbox, row_ids: object) -> Learned:
         del self, row_ids
         return Learned({})
 
-    Outcomes.learn = learn_nothing  # type: ignore[method-assign,assignment]
+    Outbox._learn = learn_nothing  # type: ignore[method-assign,assignment]
     Act.run = lambda self, transaction: act(self._replace(order=self.order._replace(force=True)), transaction)  # type: ignore[method-assign]
 
 
