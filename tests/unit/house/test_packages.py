@@ -1,11 +1,13 @@
 """The promises that the tree makes about itself: whose each import name is, and what may not stand in it."""
 
+import ast
 import importlib
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,22 @@ def test_private_names_of_aiohttp_asyncpg_and_nats_are_used_in_one_file_each():
     }
     there = {name for kind in RequestHandler.__mro__ for name in getattr(kind, "__slots__", ())}
     assert there >= PRIVATE_OF_AIOHTTP
+
+
+def test_whatever_is_imported_from_a_room_is_there():
+    """The fault campaign and other slow suites import where they run, which no type checker reads."""
+    absent = []
+    for file in tracked("bench/*.py", "tests/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in {*SERVER, "postroom"}:
+                room = importlib.import_module(node.module)
+                absent += [
+                    f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(room, alias.name)
+                    and not (hasattr(room, "__path__") and find_spec(f"{node.module}.{alias.name}"))
+                ]
+    assert absent == []
 
 
 def test_each_distribution_carries_the_licence():
