@@ -70,7 +70,7 @@ async def test_a_dead_row_that_turns_out_to_be_accepted_is_reported_as_done(outb
     async def look_up(_: object) -> list[Accepted]:
         return [Accepted("B", 1)]
 
-    outbox._outcomes._look_up = look_up  # type: ignore[assignment]
+    outbox._look_up = look_up  # type: ignore[assignment]
     await outbox.bulk("abort", RowFilter(ids=[row_id]), **WHY)
     assert await states(outbox) == [("a", "done")]
 
