@@ -58,19 +58,13 @@ class Accept(NamedTuple):
         return accept_group(transaction, [self])[0]
 
 
-class Known(NamedTuple):
-    """Sends that must not be written, but are answered where their ids have rows."""
-
-    sends: Accept
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> list[AcceptedRow | None]:
-        """Look them up; None for a send whose id is free."""
-        rows = _new_rows(transaction, self.sends)
-        existing = _find(transaction, rows)
-        return [
-            _answer(row, existing[row.client_message_id]) if row.client_message_id in existing else None for row in rows
-        ]
+def known(sends: Accept, transaction: Transaction) -> list[AcceptedRow | None]:
+    """Look up sends that must not be written, but are answered where their ids have rows; None for a free id."""
+    rows = _new_rows(transaction, sends)
+    existing = _find(transaction, rows)
+    return [
+        _answer(row, existing[row.client_message_id]) if row.client_message_id in existing else None for row in rows
+    ]
 
 
 class _NewRow(msgspec.Struct, frozen=True, gc=False):

@@ -30,30 +30,26 @@ def begin(incarnation: str, since: int, transaction: Transaction) -> None:
     transaction.execute(_QUERIES["begin"], {"incarnation": incarnation, "since": since})
 
 
-class Note(NamedTuple):
-    """Record which rows of a stretch the database has and which it lacks, and how far the comparison is."""
+def note(
+    incarnation: str,
+    after: int,
+    found: Sequence[tuple[int, str | None, int | None]],
+    lost: Sequence[int],
+    transaction: Transaction,
+) -> None:
+    """Record which rows of a stretch the database has and which it lacks, and how far the comparison is.
 
-    incarnation: str
-    after: int
-    found: Sequence[tuple[int, str | None, int | None]]  # with the ids that it has there, if it was this member's
-    lost: Sequence[int]
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return len(self.found) + len(self.lost) + 1
-
-    def run(self, transaction: Transaction) -> None:
-        """Write it, unless another comparison has begun."""
-        values = {"incarnation": self.incarnation, "after": self.after}
-        if transaction.execute(_QUERIES["compared"], values):
-            transaction.execute(_QUERIES["found"], {"seqs": _encode([seq for seq, _, _ in self.found]).decode()})
-            ids = {"found": _encode([each for each in self.found if each[1]]).decode()}
-            order = Order(Caller.this_process(), _SENT_AGAIN)
-            for row_id, *was in transaction.db.execute(_QUERIES["other_ids"], ids).fetchall():
-                log(transaction, "compare", order, row_id, _was(*was))
-            transaction.execute(_QUERIES["take_ids"], ids)
-            transaction.execute(_QUERIES["lost"], {"seqs": _encode(self.lost).decode()})
+    Those that it has come with the ids that it has there, if it was this member's. Unless another comparison has begun.
+    """
+    values = {"incarnation": incarnation, "after": after}
+    if transaction.execute(_QUERIES["compared"], values):
+        transaction.execute(_QUERIES["found"], {"seqs": _encode([seq for seq, _, _ in found]).decode()})
+        ids = {"found": _encode([each for each in found if each[1]]).decode()}
+        order = Order(Caller.this_process(), _SENT_AGAIN)
+        for row_id, *was in transaction.db.execute(_QUERIES["other_ids"], ids).fetchall():
+            log(transaction, "compare", order, row_id, _was(*was))
+        transaction.execute(_QUERIES["take_ids"], ids)
+        transaction.execute(_QUERIES["lost"], {"seqs": _encode(lost).decode()})
 
 
 class _Found(NamedTuple):
@@ -68,44 +64,34 @@ class _Found(NamedTuple):
 
 
 class Resent(NamedTuple):
-    """What a `Resend` did: the row ids that are pending again, the client_message_ids whose payload was pruned."""
+    """What `resend` did: the row ids that are pending again, the client_message_ids whose payload was pruned."""
 
     row_ids: list[str]
     without_payload: list[str]
     after: int | None  # the row to go on after; None at the end
 
 
-class Resend(NamedTuple):
-    """Send the next missing rows again under their own ids; one whose payload was pruned is only noted in the log."""
+def resend(after: int, limit: int, order: Order, walked: WalkedPast, transaction: Transaction) -> Resent:
+    """Send the next missing rows again under their own ids, each with its line in the operator log.
 
-    after: int
-    limit: int
-    order: Order
-    walked: WalkedPast
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return self.limit
-
-    def run(self, transaction: Transaction) -> Resent:
-        """Resend; each row has its line in the operator log."""
-        parameters = {"after": self.after, "limit": self.limit}
-        found = [_Found(*row) for row in transaction.db.execute(_QUERIES["next"], parameters)]
-        kept = {row.seq: row.id for row in found if row.id is not None}
-        pruned = [text_of(row.pruned_client_message_id) for row in found if row.pruned_client_message_id is not None]
-        values = {"seqs": _encode(list(kept)).decode(), "now": transaction.now}
-        room = transaction.value(_QUERIES["room"], values)
-        transaction.changed("done", "pending", transaction.execute(_QUERIES["resend"], values), -room)
-        transaction.execute(_QUERIES["found"], {"seqs": _encode([row.seq for row in found]).decode()})
-        self.walked.forget()
-        for row in found:
-            if row.id is not None:
-                log(transaction, "resend", self.order, row.id, _was(row.broker_message_id, row.history_id))
-            elif row.pruned_id is not None:
-                log(transaction, "resend", self.order, text_of(row.pruned_id), "not sent: its payload was pruned")
-        last = found[-1].seq if len(found) == self.limit else None
-        return Resent(list(kept.values()), pruned, last)
+    One whose payload was pruned is only noted there.
+    """
+    parameters = {"after": after, "limit": limit}
+    found = [_Found(*row) for row in transaction.db.execute(_QUERIES["next"], parameters)]
+    kept = {row.seq: row.id for row in found if row.id is not None}
+    pruned = [text_of(row.pruned_client_message_id) for row in found if row.pruned_client_message_id is not None]
+    values = {"seqs": _encode(list(kept)).decode(), "now": transaction.now}
+    room = transaction.value(_QUERIES["room"], values)
+    transaction.changed("done", "pending", transaction.execute(_QUERIES["resend"], values), -room)
+    transaction.execute(_QUERIES["found"], {"seqs": _encode([row.seq for row in found]).decode()})
+    walked.forget()
+    for row in found:
+        if row.id is not None:
+            log(transaction, "resend", order, row.id, _was(row.broker_message_id, row.history_id))
+        elif row.pruned_id is not None:
+            log(transaction, "resend", order, text_of(row.pruned_id), "not sent: its payload was pruned")
+    last = found[-1].seq if len(found) == limit else None
+    return Resent(list(kept.values()), pruned, last)
 
 
 def _was(broker_message_id: str | None, history_id: int | None) -> str:

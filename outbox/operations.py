@@ -246,27 +246,19 @@ class Learned(NamedTuple):
     doubt: str | None = None
 
 
-class Learn(NamedTuple):
-    """Record what the broker answered; a row that was posted again since then is left alone."""
+def learn(asked: Sequence[Unanswered], found: Sequence[Accepted | None], transaction: Transaction) -> list[str]:
+    """Record what the broker answered, and return the ids of the rows that are done now.
 
-    asked: Sequence[Unanswered]
-    found: Sequence[Accepted | None]
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return len(self.asked)
-
-    def run(self, transaction: Transaction) -> list[str]:
-        """Settle what was accepted; returns the ids of those rows that are done."""
-        answers = list(zip(self.asked, self.found, strict=True))
-        found = _encode([(row.row_id, row.unanswered_at, *one) for row, one in answers if one is not None]).decode()
-        absent = _encode([(row.row_id, row.unanswered_at) for row, one in answers if one is None]).decode()
-        for status in _UNANSWERED:
-            values = {"found": found, "status": status, "now": transaction.now}
-            room = transaction.value(_QUERIES["room"], values)
-            transaction.changed(status, "done", transaction.execute(_QUERIES["accepted"], values), room)
-        transaction.execute(_QUERIES["not_accepted"], {"absent": absent})
-        done = _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))
-        report(transaction, done)
-        return done
+    A row that was posted again since it was asked for is left alone.
+    """
+    answers = list(zip(asked, found, strict=True))
+    accepted = _encode([(row.row_id, row.unanswered_at, *one) for row, one in answers if one is not None]).decode()
+    absent = _encode([(row.row_id, row.unanswered_at) for row, one in answers if one is None]).decode()
+    for status in _UNANSWERED:
+        values = {"found": accepted, "status": status, "now": transaction.now}
+        room = transaction.value(_QUERIES["room"], values)
+        transaction.changed(status, "done", transaction.execute(_QUERIES["accepted"], values), room)
+    transaction.execute(_QUERIES["not_accepted"], {"absent": absent})
+    done = _decode_ids(transaction.value(_QUERIES["done_of"], {"found": accepted}))
+    report(transaction, done)
+    return done

@@ -13,9 +13,9 @@ from typing import Final, Self
 import structlog
 
 from outbox import errors, operations, reader, relay, writer
-from outbox.accept import Accept, Known
+from outbox.accept import Accept, known
 from outbox.backup import Backup, back_up, draft_of
-from outbox.comparison import Note, Resend, Resent, begin
+from outbox.comparison import Resent, begin, note, resend
 from outbox.model import (
     NAME,
     SCHEMA,
@@ -29,7 +29,7 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
-from outbox.settled import Prune
+from outbox.settled import prune
 from outbox.transaction import Step
 from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
@@ -186,7 +186,7 @@ class Outbox(reader.Reader):
 
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
-        return await self._store.submit(Known(Accept.of(sends, caller)))
+        return await self._store.submit(Step(partial(known, Accept.of(sends, caller))))
 
     async def wait_all(self, row_ids: Sequence[str], timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
         """Return once each of the rows is done, dead or aborted, or after `timeout` seconds."""
@@ -245,7 +245,8 @@ class Outbox(reader.Reader):
         transaction of a send or a claim if one comes soon, unless a caller waits for a row.
         """
         patience = _PATIENCE_SECONDS if patient and not self._watchers.any else 0.0
-        settled = await self._store.submit(relay.Settle(settlements, self._walked, post), patience=patience)
+        settle = Step(partial(relay.settle, settlements, self._walked, post), rows=len(settlements))
+        settled = await self._store.submit(settle, patience=patience)
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()
@@ -421,7 +422,7 @@ class Outbox(reader.Reader):
             return operations.Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
         except PostroomError as error:
             return operations.Learned({}, f"the broker cannot be asked: {error}")
-        settled = await self._store.submit(operations.Learn(rows, found))
+        settled = await self._store.submit(Step(partial(operations.learn, rows, found), rows=len(rows)))
         for row_id in settled:
             self._changed(row_id)
         accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}
@@ -450,7 +451,8 @@ class Outbox(reader.Reader):
         A row that has other ids there than here was sent again by another daemon, and takes those.
         """
         there = [(row.seq, *(accepted or (None, None))) for row, accepted in found]
-        await self._store.submit(Note(comparison.incarnation, up_to, there, [row.seq for row in lost]))
+        noting = partial(note, comparison.incarnation, up_to, there, [row.seq for row in lost])
+        await self._store.submit(Step(noting, rows=len(there) + len(lost) + 1))
 
     async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
         """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
@@ -461,7 +463,9 @@ class Outbox(reader.Reader):
         order = operations.Order(caller, reason).checked()
         total = Resent([], [], 0)
         while total.after is not None and len(total.row_ids) + len(total.without_payload) < MAX_IDS:
-            part = await self._store.submit(Resend(total.after, _CHUNK, order, self._walked))
+            part = await self._store.submit(
+                Step(partial(resend, total.after, _CHUNK, order, self._walked), rows=_CHUNK)
+            )
             total = Resent(total.row_ids + part.row_ids, total.without_payload + part.without_payload, part.after)
         self._work.set()
         return total
@@ -500,7 +504,9 @@ class Outbox(reader.Reader):
         """Prune in slices, so that other operations wait briefly; return how many, and after which row to go on."""
         total = 0
         while after is not None and slices:
-            pruned, after = await self._store.submit(Prune(settled_before_ms, after, _CHUNK))
+            pruned, after = await self._store.submit(
+                Step(partial(prune, settled_before_ms, after, _CHUNK), rows=_CHUNK)
+            )
             total, slices = total + pruned, slices - 1
         return total, after
 

@@ -126,52 +126,43 @@ def shorten_waits(transaction: Transaction, walked: WalkedPast, *, seen: bool) -
         walked.forget()
 
 
-class Settle(NamedTuple):
-    """Apply the broker's answers; a row that is no longer `inflight` is left alone."""
+def settle(settlements: Sequence[Settlement], walked: WalkedPast, post: Post | None, transaction: Transaction) -> int:
+    """Apply the broker's answers to `post`, one statement per verdict; returns how many rows were settled.
 
-    settlements: Sequence[Settlement]
-    walked: WalkedPast
-    post: Post | None = None  # that they are the answers to
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return len(self.settlements)
-
-    def run(self, transaction: Transaction) -> int:
-        """Settle, one statement per verdict; returns how many rows were settled."""
-        done = [
-            (s.row_id, s.broker_message_id, s.history_id, 1 if s.duplicate else None)
-            for s in self.settlements
-            if s.verdict is Verdict.DONE
-        ]
-        dead = [(s.row_id, s.last_error, s.answered) for s in self.settlements if s.verdict is Verdict.DEAD]
-        retry = [
-            (s.row_id, s.wait_ms, s.last_error, int(s.burns_attempt), s.answered)
-            for s in self.settlements
-            if s.verdict is Verdict.RETRY
-        ]
-        if retry:
-            self.walked.forget()
-        if self.post is not None and (failed := [s for s in self.settlements if s.verdict is not Verdict.DONE]):
-            answers = [(s.row_id, (s.last_error or "").partition(":")[0]) for s in failed]
-            noted = {**self.post._asdict(), "answers": _encode(answers).decode()}
-            transaction.execute(_QUERIES["note_failed_posts"], noted)
-        settled = 0
-        for verdict, query, rows in (
-            (Verdict.DONE, "settle_done", done),
-            (Verdict.DEAD, "settle_dead", dead),
-            (Verdict.RETRY, "settle_retry", retry),
-        ):
-            if rows:
-                parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
-                room = transaction.value(_QUERIES["room"], parameters) if verdict is Verdict.DONE else 0
-                changed = transaction.execute(_QUERIES[query], parameters)
-                transaction.changed("inflight", verdict.value, changed, room)
-                settled += changed
-        if dead:
-            report(transaction, [row_id for row_id, *_ in dead])
-        return settled
+    A row that is no longer `inflight` is left alone.
+    """
+    done = [
+        (s.row_id, s.broker_message_id, s.history_id, 1 if s.duplicate else None)
+        for s in settlements
+        if s.verdict is Verdict.DONE
+    ]
+    dead = [(s.row_id, s.last_error, s.answered) for s in settlements if s.verdict is Verdict.DEAD]
+    retry = [
+        (s.row_id, s.wait_ms, s.last_error, int(s.burns_attempt), s.answered)
+        for s in settlements
+        if s.verdict is Verdict.RETRY
+    ]
+    if retry:
+        walked.forget()
+    if post is not None and (failed := [s for s in settlements if s.verdict is not Verdict.DONE]):
+        answers = [(s.row_id, (s.last_error or "").partition(":")[0]) for s in failed]
+        noted = {**post._asdict(), "answers": _encode(answers).decode()}
+        transaction.execute(_QUERIES["note_failed_posts"], noted)
+    settled = 0
+    for verdict, query, rows in (
+        (Verdict.DONE, "settle_done", done),
+        (Verdict.DEAD, "settle_dead", dead),
+        (Verdict.RETRY, "settle_retry", retry),
+    ):
+        if rows:
+            parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
+            room = transaction.value(_QUERIES["room"], parameters) if verdict is Verdict.DONE else 0
+            changed = transaction.execute(_QUERIES[query], parameters)
+            transaction.changed("inflight", verdict.value, changed, room)
+            settled += changed
+    if dead:
+        report(transaction, [row_id for row_id, *_ in dead])
+    return settled
 
 
 class Expire(NamedTuple):

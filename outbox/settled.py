@@ -1,6 +1,6 @@
 """What is kept of a settled row whose payload was removed: some 140 bytes (docs/contract/send.md#send-56).
 
-`Prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones of any size; if
+`prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones of any size; if
 they were emptied in place, small payloads would free nothing.
 
 ULIDs and UUIDs are packed. A client_message_id is found by its key: five of its characters, so that ids that follow one
@@ -68,59 +68,53 @@ class _Prunable(NamedTuple):
 _decode_prunable: Final = msgspec.json.Decoder(list[_Prunable]).decode
 
 
-class Prune(NamedTuple):
-    """Drop the payloads of the done and aborted rows among the next `rows` of them after `after`, and move the rows.
+def prune(settled_before: int, after: int, scan: int, transaction: Transaction) -> tuple[int, int | None]:
+    """Drop the payloads of the done and aborted rows among the next `scan` of them after `after`, and move the rows.
 
-    Only those that settled before `settled_before` (ms since the epoch) are moved.
+    Only those that settled before `settled_before` (ms since the epoch) are moved. Returns how many were pruned, and
+    after which row to go on (None at the end).
     """
-
-    settled_before: int
-    after: int
-    rows: int
-
-    def run(self, transaction: Transaction) -> tuple[int, int | None]:
-        """Prune; returns how many rows were pruned, and after which to go on (None at the end)."""
-        parameters = {"after": self.after, "scan": self.rows, "before": self.settled_before}
-        found, last = transaction.db.execute(QUERIES["prunable"], parameters).fetchone()
-        if not (rows := _decode_prunable(found)):
-            return 0, last
-        common: dict[tuple[str, str, str, str], int] = {}
-        kept = []
-        for row in rows:
-            shared = row.destination, row.priority, row.submitted_by, row.code or ""
-            if shared not in common:
-                common[shared] = number_of(transaction.db, shared)
-            successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
-            values = (
-                row.seq,
-                pack(row.id),
-                pack(row.client_message_id),
-                bytes.fromhex(row.fingerprint),
-                common[shared],
-                row.attempts,
-                row.enqueued_at,
-                row.settled_at - row.enqueued_at,
-                transaction.now - row.settled_at,
-                row.not_before,
-                None if row.broker_message_id is None else pack(row.broker_message_id),
-                row.history_id,
-                row.duplicate,
-                row.unanswered_at,
-                row.aborted_by,
-                successor,
-            )
-            kept.append((*values, checksum_of(values)))
-        transaction.insert(QUERIES["move"], kept)
-        keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
-        transaction.insert(QUERIES["key"], sorted(keys))
-        transaction.highest_key = max(transaction.highest_key, *(key for key, _ in keys))
-        seqs = (_encode([row.seq for row in rows]).decode(),)
-        transaction.execute(QUERIES["leave"], seqs)
-        transaction.execute(QUERIES["leave_payloads"], seqs)
-        transaction.execute(QUERIES["leave_failed_posts"], seqs)
-        transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
-        transaction.next_seq = read_space(transaction.db).next_seq
-        return len(rows), last
+    parameters = {"after": after, "scan": scan, "before": settled_before}
+    found, last = transaction.db.execute(QUERIES["prunable"], parameters).fetchone()
+    if not (rows := _decode_prunable(found)):
+        return 0, last
+    common: dict[tuple[str, str, str, str], int] = {}
+    kept = []
+    for row in rows:
+        shared = row.destination, row.priority, row.submitted_by, row.code or ""
+        if shared not in common:
+            common[shared] = number_of(transaction.db, shared)
+        successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
+        values = (
+            row.seq,
+            pack(row.id),
+            pack(row.client_message_id),
+            bytes.fromhex(row.fingerprint),
+            common[shared],
+            row.attempts,
+            row.enqueued_at,
+            row.settled_at - row.enqueued_at,
+            transaction.now - row.settled_at,
+            row.not_before,
+            None if row.broker_message_id is None else pack(row.broker_message_id),
+            row.history_id,
+            row.duplicate,
+            row.unanswered_at,
+            row.aborted_by,
+            successor,
+        )
+        kept.append((*values, checksum_of(values)))
+    transaction.insert(QUERIES["move"], kept)
+    keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
+    transaction.insert(QUERIES["key"], sorted(keys))
+    transaction.highest_key = max(transaction.highest_key, *(key for key, _ in keys))
+    seqs = (_encode([row.seq for row in rows]).decode(),)
+    transaction.execute(QUERIES["leave"], seqs)
+    transaction.execute(QUERIES["leave_payloads"], seqs)
+    transaction.execute(QUERIES["leave_failed_posts"], seqs)
+    transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
+    transaction.next_seq = read_space(transaction.db).next_seq
+    return len(rows), last
 
 
 def number_of(db: sqlite3.Connection, shared: tuple[str, str, str, str]) -> int:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final
@@ -23,8 +24,8 @@ import structlog
 
 from outbox.accept import Accept, accept_group
 from outbox.relay import WalkedPast, shorten_waits
-from outbox.settled import Prune, following, last_id, read_salt
-from outbox.transaction import Operation, Space, Transaction, headroom_of, last_dated, read_space, room_of
+from outbox.settled import following, last_id, prune, read_salt
+from outbox.transaction import Operation, Space, Step, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store
 from postroom.chassis.sqlite import QUERIES, is_full, transaction
 from postroom.chassis.store import Outcome, Submission
@@ -266,7 +267,7 @@ class Transactor(store.Transactor):
             before = self.space.kept
             db.execute(QUERIES["sync_later"])  # after a power cut it is done again
             try:
-                self.transact(db, [Prune(_EVER, 0, _PRUNED_AT_ONCE)])
+                self.transact(db, [Step(partial(prune, _EVER, 0, _PRUNED_AT_ONCE))])
             except sqlite3.Error as error:
                 if not is_full(error):
                     raise
