@@ -59,6 +59,7 @@ class BrokerLink:
     def __init__(self, settings: BrokerClientSettings, *, clock: Callable[[], int] = now_ms) -> None:
         """Check the settings; raises `Fatal` (78) for what cannot be used, and for a token that others can read."""
         self._channel = Channel(settings)
+        self.address = self._channel.base
         self._clock = clock
         self.clock = ConfirmedClock()
 
@@ -80,11 +81,6 @@ class BrokerLink:
         while not self.clock.is_confirmed(now := self._clock(), _DAY_MS):  # noqa: ASYNC110 - any answer may confirm it
             await asyncio.sleep(_LOOK_SECONDS)
         return now
-
-    @property
-    def address(self) -> str:
-        """The broker's base URL."""
-        return self._channel.base
 
     def identity(self) -> int:
         """Return a number that changes whenever the token does, since it may then be another member's.

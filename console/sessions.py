@@ -70,6 +70,8 @@ class Sessions:
         self._secret = secrets.token_bytes(32)
         self._attempts: Counter[str] = Counter()  # by address, since `_attempts_since`
         self._attempts_since = monotonic()
+        # whether browsers reach the console over TLS, so that cookies are sent over TLS only
+        self.secure = (config.public_url or "").startswith("https://")
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,11 +81,6 @@ class Sessions:
     ) -> None:
         for key in list(self._sessions):
             await self.end(key)
-
-    @property
-    def secure(self) -> bool:
-        """Whether browsers reach the console over TLS, so that cookies are sent over TLS only."""
-        return (self._config.public_url or "").startswith("https://")
 
     def form_key(self, cookie: str) -> str:
         """Return the key that every form of a browser with this cookie has to send: other sites cannot know it."""

@@ -100,6 +100,7 @@ class EmbeddedPostgres(EmbeddedServer):
     def __init__(self, directory: Path, *, durable: bool = True) -> None:
         super().__init__(directory)
         self._durable = durable
+        self.data_directory = self.directory / "data"  # the database cluster
 
     @property
     def url(self) -> str:
@@ -115,11 +116,6 @@ class EmbeddedPostgres(EmbeddedServer):
         """The directory of the Unix socket, as `psql -h` takes it."""
         account = self._account()
         return socket_directory(self.directory / "run", _SOCKET, owner=account.uid if account else os.getuid())
-
-    @property
-    def data_directory(self) -> Path:
-        """The database cluster."""
-        return self.directory / "data"
 
     def _account(self) -> Account | None:
         return unprivileged_account()

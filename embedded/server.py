@@ -42,6 +42,8 @@ class EmbeddedServer(ABC):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
+        self.pid_file = self.directory / f"{self.name}.pid"  # names the process
+        self.log_file = self.directory / f"{self.name}.log"  # what it wrote to its standard output and error
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,18 +56,8 @@ class EmbeddedServer(ABC):
         """Where it listens, without a secret: what a status may show."""
         return self.url
 
-    @property
-    def pid_file(self) -> Path:
-        """The file that names the process."""
-        return self.directory / f"{self.name}.pid"
-
-    @property
-    def log_file(self) -> Path:
-        """What the server wrote to its standard output and error."""
-        return self.directory / f"{self.name}.log"
-
     def open_log(self) -> IO[bytes]:
-        """Open it to append, and never through a link."""
+        """Open the log to append, and never through a link."""
         return os.fdopen(open_private(self.log_file, os.O_WRONLY | os.O_APPEND), "ab")
 
     @property

@@ -19,7 +19,6 @@ from rich.text import Text
 from cli.output import line
 from cli.stack import PageProgram, Stack
 from cli.stack.layout import MESH
-from embedded import EmbeddedServer
 from postroom.chassis.exits import Exit, Fatal
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
@@ -44,17 +43,13 @@ class Stage:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
+        self._on_terminal = self._console.is_terminal
         self._acts = 0
-
-    @property
-    def on_terminal(self) -> bool:
-        """Whether a person watches."""
-        return self._console.is_terminal
 
     def act(self, title: str) -> None:
         """Begin the next part."""
         self._acts += 1
-        if self.on_terminal:
+        if self._on_terminal:
             self._console.print()
             self._console.rule(Text(f"{self._acts}. {title}", style="bold cyan"), align="left", style="dim")
         else:
@@ -62,7 +57,7 @@ class Stage:
 
     def say(self, text: str, style: str = "") -> None:
         """Say one thing that happened."""
-        if self.on_terminal:
+        if self._on_terminal:
             self._console.print(Text(f"   {text}", style=style))
         else:
             self._plain(f"   {text}")
@@ -70,7 +65,7 @@ class Stage:
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show how far something is; call what is yielded with the number done."""
-        if not self.on_terminal:
+        if not self._on_terminal:
             yield lambda _done: None
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -80,12 +75,12 @@ class Stage:
 
     def table(self, columns: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> None:
         """Show the result: each row's cells, and whether it holds."""
-        table = Table(*columns, header_style="bold", box=ROUNDED if self.on_terminal else None, pad_edge=False)
+        table = Table(*columns, header_style="bold", box=ROUNDED if self._on_terminal else None, pad_edge=False)
         for column in table.columns[2:]:
             column.justify = "right"
         for cells, holds in rows:
             table.add_row(*cells, Text("yes", style="bold green") if holds else Text("NO", style="bold red"))
-        console = self._console if self.on_terminal else Console(width=_WIDE, no_color=True)
+        console = self._console if self._on_terminal else Console(width=_WIDE, no_color=True)
         console.print(table)
 
     def _plain(self, text: str) -> None:
@@ -161,11 +156,7 @@ class HandledStack(Stack):
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state)
         self.consumer = ConsumerProgram(self, receiver)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        return (*super().programs, self.consumer)
+        self.programs.append(self.consumer)
 
 
 class DemoStack(HandledStack):
@@ -174,11 +165,7 @@ class DemoStack(HandledStack):
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state, receiver)
         self.agent = AgentProgram(self)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        return (*super().programs, self.agent)
+        self.programs.append(self.agent)
 
 
 class ConsumerProgram(PageProgram):

@@ -61,11 +61,7 @@ class Program(EmbeddedServer):
         super().__init__(stack.layout.state / self.name)
         self.stack = stack
         self.layout = stack.layout
-
-    @property
-    def config_file(self) -> Path:
-        """Its config, written again at every start (mode 0600: it may hold secrets)."""
-        return self.directory / f"{self.name}.toml"
+        self.config_file = self.directory / f"{self.name}.toml"  # written at every start (0600: it may hold secrets)
 
     def _prepare(self) -> None:
         replace_private(self.config_file, f"{_WRITTEN}\n{toml(self._settings())}\n")
@@ -285,12 +281,11 @@ class Stack:
         self.broker = BrokerProgram(self)
         self.worker = WorkerProgram(self)
         self.daemon = DaemonProgram(self)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        redis = () if self.redis is None else (self.redis,)
-        return (self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
+        redis = [] if self.redis is None else [self.redis]
+        # every process, each after those that it needs
+        self.programs: list[EmbeddedServer] = [
+            *(self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
+        ]
 
     def start(self, say: Callable[[str], None], begin: Callable[[str], None] = lambda _: None) -> None:
         """Start what does not run, make the mesh and write the `env` file.
