@@ -367,10 +367,8 @@ def ids_from_input() -> Iterator[str]:
         words = text.strip()
         try:
             row_id = msgspec.json.decode(words)["id"] if words.startswith(b"{") else words.decode("ascii")
-        except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
-            raise Fatal(
-                Exit.USAGE, f"line {number} of standard input has no id: write one a line, or JSON with an id"
-            ) from error
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError):
+            row_id = None
         if not isinstance(row_id, str) or len(row_id) > MAX_ID:
             raise Fatal(Exit.USAGE, f"line {number} of standard input has no id: write one a line, or JSON with an id")
         if row_id:
