@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from postroom._wire.administration import BrokerHealth
     from postroom._wire.sends import Health
 
-PROGRAMS: Final = (*("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline"),)
+PROGRAMS: Final = ("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline")
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
 PATIENCE: Final = 5.0  # seconds that a person waits for NATS

@@ -197,12 +197,10 @@ def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, 
 
 async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
     row = _row(program.name, program.process, program.address)
-    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.broker: _health}
     through_broker = {stack.nats: _dead_letters, stack.postgres: _jobs}
+    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.broker: _health, **through_broker}
     if row["state"] == "running" and program in asking:
-        row |= await _answer(asking[program](stack))
-    if row["state"] == "running" and program in through_broker:
-        row |= await _answer(through_broker[program](stack), of_the_broker=True)
+        row |= await _answer(asking[program](stack), of_the_broker=program in through_broker)
     return row
 
 
