@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, NamedTuple, Self, get_args
 from urllib.parse import urlencode
 
@@ -76,9 +75,7 @@ class Sessions:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for key in list(self._sessions):
             await self.end(key)
 

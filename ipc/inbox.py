@@ -35,11 +35,9 @@ class InboxRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._settings = services.inbox_settings
         self._counters = services.counters
         # by uid: one thread serves all readers
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        self._readers = services.readers
 
     def _turn(self, request: Request) -> asyncio.Lock:
         return self._locks.setdefault(request.caller.uid, asyncio.Lock())
@@ -108,7 +106,7 @@ class InboxRoutes:
         """Wait for the next message, or the end of the connection; False where a heartbeat is due first."""
         waiting = asyncio.ensure_future(arrival.wait())
         ends: set[asyncio.Future[Any]] = {waiting, end}
-        seconds = self._settings.heartbeat_seconds
+        seconds = self._services.inbox_settings.heartbeat_seconds
         try:
             done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -118,7 +116,7 @@ class InboxRoutes:
     @contextmanager
     def _reader(self, request: Request) -> Iterator[None]:
         """Count a reader separately from the requests being answered."""
-        with self._readers.holding(1, request.caller.uid):
+        with self._services.readers.holding(1, request.caller.uid):
             request.only_waits()
             self._counters.event_readers += 1
             self._counters.in_flight -= 1
