@@ -197,8 +197,7 @@ class _Batch:
 
     def settle_refused(self) -> None:
         """Answer what its destination refused in the round before, now that B0 found no other answer."""
-        waiting, self.waiting = self.waiting, []
-        for item in waiting:
+        for item in self.take_unchecked():
             if (problem := self._refused.get((item.client_message_id, item.fingerprint))) is not None:
                 self._answer_problem("b2", item, problem)
             else:

@@ -51,7 +51,7 @@ from postroom._wire.operations import (
     Verb,
     WaitQuery,
 )
-from postroom._wire.retry import Patience, retrying
+from postroom._wire.retry import Patience
 from postroom._wire.sends import (
     SETTLED,
     BatchResult,
@@ -129,12 +129,7 @@ class AsyncClient(Calls):
         try:
             with spans.sending(to, request.client_message_id, given) as span:
                 headers = {} if span.traceparent is None else {"traceparent": span.traceparent}
-                return await retrying(
-                    lambda: self._transport.call(
-                        "POST", "/v1/send", SendResult, body=data, headers=headers, repeatable=True
-                    ),
-                    self._patience(),
-                )
+                return await self._repeat("POST", "/v1/send", SendResult, body=data, headers=headers)
         except PostroomError as error:
             error.client_message_id = request.client_message_id
             raise
@@ -151,20 +146,9 @@ class AsyncClient(Calls):
         if len(attributes) > MOST_IN_HEADERS or longest > MOST_IN_A_HEADER:
             attributes, data, media = {}, event.structured(), STRUCTURED  # which no limit of a head refuses
         with spans.sending(to, None, None) as span:
-            carried = {} if span.traceparent is None else {"traceparent": span.traceparent}
-            return await retrying(
-                lambda: self._transport.call(
-                    "POST",
-                    "/v1/cloudevents",
-                    SendResult,
-                    body=data,
-                    media=media,
-                    query={"to": to},
-                    headers=attributes | carried,
-                    repeatable=True,
-                ),
-                self._patience(),
-            )
+            attributes |= {} if span.traceparent is None else {"traceparent": span.traceparent}
+            how = {"query": {"to": to}, "headers": attributes, "media": media}
+            return await self._repeat("POST", "/v1/cloudevents", SendResult, body=data, **how)
 
     async def send_many(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest], *, traceparent: str | None = None

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
@@ -347,21 +347,20 @@ class Calls:
         body: msgspec.Struct | None = None,
         waiting: float = 0.0,
     ) -> T:
-        """Ask until it succeeds, fails permanently, or patience ends: reading is idempotent, even by a POST."""
+        """Ask for what is only read, even by a POST."""
         method = "GET" if body is None else "POST"
         parameters = None if query is None else to_parameters(query)
-        return await retrying(
-            lambda: self._transport.call(
-                method, path, answer, query=parameters, body=body, waiting=waiting, repeatable=True
-            ),
-            self._patience(),
-        )
+        return await self._repeat(method, path, answer, query=parameters, body=body, waiting=waiting)
+
+    async def _repeat(self, method: str, path: str, answer: type[T], **how: Any) -> T:
+        """Ask for what is idempotent, until it succeeds, fails permanently, or patience ends."""
+        call = partial(self._transport.call, method, path, answer, repeatable=True, **how)
+        return await retrying(call, self._patience())
 
     async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:
         """Ask for a change; retried only where it certainly did not happen."""
-        return await retrying_unless_arrived(
-            lambda: self._transport.call(method, path, answer, body=body), self._patience()
-        )
+        call = partial(self._transport.call, method, path, answer, body=body)
+        return await retrying_unless_arrived(call, self._patience())
 
 
 def _json(value: Any) -> bytes:
