@@ -265,10 +265,7 @@ class AsyncClient(Calls):
     async def export(self, query: ListQuery | None = None) -> AsyncIterator[OutboxRow]:
         """Stream every row that `query` selects, oldest first; raises `Unavailable` where the stream breaks off."""
         parameters = to_parameters(query or ListQuery())
-        silence = self._transport.timeout
-        async with self._transport.open(
-            "GET", "/v1/outbox/export", query=parameters, expected=NDJSON, silence=silence
-        ) as answer:
+        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, expected=NDJSON) as answer:
             async for lines in self._transport.lines(answer):
                 for line in lines:
                     yield self._transport.decode(line, OutboxRow)
@@ -379,15 +376,12 @@ class AsyncClient(Calls):
         The daemon first makes the copy, while it goes on with sends, and may take `timeout` seconds for it. Raises
         `Unavailable` where the stream breaks off.
         """
-        silence = self._transport.timeout
 
         async def data() -> AsyncGenerator[bytes, None]:
             yield msgspec.json.encode(BackupRequest(reason=reason))
 
-        async with self._transport.open(
-            "POST", "/v1/outbox/backup", data=data(), expected=SQLITE, silence=silence
-        ) as answer:
-            while piece := await answer.read(silence):
+        async with self._transport.open("POST", "/v1/outbox/backup", data=data(), expected=SQLITE) as answer:
+            while piece := await answer.read(self._transport.timeout):
                 yield piece
 
     async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:

@@ -101,13 +101,7 @@ class Batch:
         over = asyncio.Event()
         try:
             async with self._transport.open(
-                "POST",
-                PATH,
-                data=self._body(over),
-                headers=self._headers,
-                media=NDJSON,
-                expected=NDJSON,
-                silence=self._transport.timeout,
+                "POST", PATH, data=self._body(over), headers=self._headers, media=NDJSON, expected=NDJSON
             ) as answer:
                 async for lines in self._transport.lines(answer):
                     await self._settle_all(lines)

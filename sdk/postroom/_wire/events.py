@@ -41,12 +41,7 @@ class EventStream:
         self._event = {}
         headers = {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
         async with self._transport.open(
-            "GET",
-            "/v1/events",
-            query=self._parameters,
-            headers=headers,
-            expected=EVENT_STREAM,
-            silence=self._transport.timeout,
+            "GET", "/v1/events", query=self._parameters, headers=headers, expected=EVENT_STREAM
         ) as answer:
             async for lines in self._transport.lines(answer, longest=_LONGEST_LINE, silence=SILENCE_SECONDS):
                 self._patience.restart()

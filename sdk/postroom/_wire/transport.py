@@ -240,20 +240,20 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         media: str = JSON,
         expected: str | None = None,
-        silence: float,
+        silence: float | None = None,
     ) -> AsyncIterator[Connection]:
         """Send one request, whose body may come in pieces, and yield the connection to read a successful answer from.
 
         An answer has to be of the `expected` media type, where there is one: a page would be an empty or broken stream.
-        The head of the answer may take `silence` seconds; the rest has no limit.
+        The head of the answer may take `silence` seconds (as long as an exchange may take where that is not given);
+        the rest has no limit.
         """
         framing = "" if data is None else f"Content-Type: {media}\r\nTransfer-Encoding: chunked\r\n"
         request = self._request(method, path, query, headers, framing)
         try:
-            async with cast("Pool", self._pool).stream(request, data, connecting=self.timeout, silence=silence) as (
-                head,
-                connection,
-            ):
+            pool, connecting = cast("Pool", self._pool), self.timeout
+            answered = pool.stream(request, data, connecting=connecting, silence=silence or connecting)
+            async with answered as (head, connection):
                 if head.status >= HTTPStatus.MULTIPLE_CHOICES:
                     self.peer.refusal(head.status, head.media, await self._whole(connection))
                 if expected not in (None, head.media):
