@@ -248,17 +248,14 @@ class _Batch:
             item = candidate.item
             if history_id is not None:
                 accepted.add(item.position)
-                self._answer(
-                    "b3",
-                    item,
-                    AcceptAnswer(
-                        status=201,
-                        client_message_id=item.client_message_id,
-                        broker_message_id=str(broker_message_id),
-                        history_id=history_id,
-                        duplicate=False,
-                    ),
+                answer = AcceptAnswer(
+                    status=201,
+                    client_message_id=item.client_message_id,
+                    broker_message_id=str(broker_message_id),
+                    history_id=history_id,
+                    duplicate=False,
                 )
+                self._answer("b3", item, answer)
             elif refusal is not None:
                 self._metrics.consumed_then_rejected.inc()
                 self._refused[item.client_message_id, item.fingerprint] = _refusal(refusal, candidate.checked).problem

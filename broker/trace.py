@@ -261,21 +261,11 @@ class _PostgresDraft(Draft):
         return caused, causes
 
     def _add_accepted(self, row: asyncpg.Record) -> None:
-        step = self.add(
-            "message",
-            str(row["broker_message_id"]),
-            "accepted",
-            at=row["first_seen_at"],
-            place="broker",
-            ids={
-                NAME: row["client_message_id"],
-                "mesh": row["mesh"],
-                "sender": row["sender"],
-                "to": row["destination"],
-                "history_id": str(row["history_id"]),
-                **({} if row["traceparent"] is None else {TRACEPARENT: row["traceparent"]}),
-            },
-        )
+        ids = {NAME: row["client_message_id"], "mesh": row["mesh"], "sender": row["sender"], "to": row["destination"]}
+        ids["history_id"] = str(row["history_id"])
+        ids |= {} if row["traceparent"] is None else {TRACEPARENT: row["traceparent"]}
+        name, at = str(row["broker_message_id"]), row["first_seen_at"]
+        step = self.add("message", name, "accepted", at=at, place="broker", ids=ids)
         if not row["history_available"]:
             self.steps[step.id] = replace(step, reason="retention has deleted the message; its id stays used")
 

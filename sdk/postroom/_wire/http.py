@@ -87,13 +87,8 @@ class Site(NamedTuple):
         authority = f"[{ascii_host}]" if ":" in ascii_host else ascii_host
         if parts.port is not None:
             authority = f"{authority}:{parts.port}"
-        return cls(
-            ascii_host,
-            parts.port or (443 if tls else 80),
-            tls,
-            authority,
-            quote(parts.path, safe="/%!$&'()*+,;=:@~").rstrip("/"),
-        )
+        prefix = quote(parts.path, safe="/%!$&'()*+,;=:@~").rstrip("/")
+        return cls(ascii_host, parts.port or (443 if tls else 80), tls, authority, prefix)
 
     def lines(self, agent: str) -> str:
         """Format the header lines of every request of a program called `agent`, whose answers are JSON as it is."""

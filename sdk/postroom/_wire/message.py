@@ -264,19 +264,15 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
             refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {error}", "meta")
         if b"\\u0000" in meta and _holds_nul(envelope.meta):
             refuse("nul_character", "meta contains a NUL character", "meta")
-    return Checked(
-        destination,
-        fingerprint(
-            destination_kind=destination.kind,
-            destination_ref=destination.ref,
-            reply_to=envelope.reply_to,
-            priority=envelope.priority,
-            meta=meta,
-            body=body,
-        ),
-        body,
-        meta,
+    computed = fingerprint(
+        destination_kind=destination.kind,
+        destination_ref=destination.ref,
+        reply_to=envelope.reply_to,
+        priority=envelope.priority,
+        meta=meta,
+        body=body,
     )
+    return Checked(destination, computed, body, meta)
 
 
 @lru_cache(maxsize=4096)
