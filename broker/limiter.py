@@ -160,16 +160,19 @@ class Limiter:
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
         """Take a unit for each id; raises `LimiterClosed` without Redis where the config says so."""
+        admission, decider, decisions = None, "redis", self._metrics.limiter_decisions
         if self._redis is not None and self._breaker.may_try():
             admission = await self._guard(self._redis.admit(mesh, member, ids))
-            if admission is not None:
-                return self._count("redis", len(ids), admission)
-        if self._config.on_error == "closed":
-            self._metrics.limiter_decisions.labels("closed", "denied").inc(len(ids))
-            sentence = "the rate limiter cannot be reached: send the message again under the same id"
-            rest = self._config.breaker_seconds
-            raise LimiterClosed.of("limiter_unavailable", sentence, retryable=True, retry_after=rest)
-        return self._count("local", len(ids), await self._local.admit(mesh, member, ids))
+        if admission is None:
+            if self._config.on_error == "closed":
+                decisions.labels("closed", "denied").inc(len(ids))
+                sentence = "the rate limiter cannot be reached: send the message again under the same id"
+                rest = self._config.breaker_seconds
+                raise LimiterClosed.of("limiter_unavailable", sentence, retryable=True, retry_after=rest)
+            admission, decider = await self._local.admit(mesh, member, ids), "local"
+        decisions.labels(decider, "denied").inc(len(admission.denied))
+        decisions.labels(decider, "admitted").inc(len(ids) - len(admission.denied))
+        return admission
 
     async def probe(self) -> None:
         """Check whether Redis answers: readiness must not wait for the next batch."""
@@ -197,12 +200,6 @@ class Limiter:
         self._breaker.succeeded()
         self._metrics.limiter_degraded.set(0)
         return answer
-
-    def _count(self, decider: str, asked: int, admission: Admission) -> Admission:
-        decisions = self._metrics.limiter_decisions
-        decisions.labels(decider, "denied").inc(len(admission.denied))
-        decisions.labels(decider, "admitted").inc(asked - len(admission.denied))
-        return admission
 
 
 def open_redis(url: str, config: LimiterConfig) -> Redis:
