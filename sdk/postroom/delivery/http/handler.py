@@ -173,17 +173,14 @@ class HttpHandler:
             await settle(delivery, DONE)
             return
         try:
-            incoming = read(delivery)
+            outcome = await self._outcome(read(delivery))
         except Malformed as error:
             self.counters.malformed += 1
-            await settle(delivery, Dead(error.reason, str(error)))
-        else:
-            try:
-                outcome = await self._outcome(incoming)
-            except REFUSED as error:
-                self.counters.malformed += 1
-                outcome = Dead("refused_by_postgres", f"Postgres cannot store the message: {clean(str(error))}")
-            await settle(delivery, outcome)
+            outcome = Dead(error.reason, str(error))
+        except REFUSED as error:
+            self.counters.malformed += 1
+            outcome = Dead("refused_by_postgres", f"Postgres cannot store the message: {clean(str(error))}")
+        await settle(delivery, outcome)
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
         """Attempt the message when its turn has come, unless it is handled already, or held."""
