@@ -17,6 +17,7 @@ from outbox.accept import Accept, known
 from outbox.backup import Backup, back_up, draft_of
 from outbox.comparison import Resent, begin, note, resend
 from outbox.model import (
+    LANES,
     NAME,
     SCHEMA,
     Accepted,
@@ -257,13 +258,12 @@ class Outbox(reader.Reader):
 
         It begins when the row was enqueued, or at its `not_before` where that is later.
         """
-        expire = relay.Expire(before_ms, _EXPIRY_CHUNK)
-        total = 0
-        while expire.places:
+        total, places = 0, dict.fromkeys(LANES, 0)
+        while places:
+            expire = Step(partial(relay.expire, before_ms, _EXPIRY_CHUNK, places), rows=_EXPIRY_CHUNK * len(places))
             ids, places = await self._store.submit(expire)
             self._watchers.settled(ids)
             total += len(ids)
-            expire = expire._replace(places=places)
         return total
 
     def confirm_clock(self) -> None:

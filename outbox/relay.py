@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from outbox.model import DUE, LANES, ClaimedRow, Post, Settlement, Verdict
+from outbox.model import DUE, ClaimedRow, Post, Settlement, Verdict
 from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
 
@@ -165,38 +165,29 @@ def settle(settlements: Sequence[Settlement], walked: WalkedPast, post: Post | N
     return settled
 
 
-class Expire(NamedTuple):
-    """Give up the rows that were due before a moment among the next `scan` rows of each lane.
+def expire(
+    before: int, scan: int, places: Mapping[int, int], transaction: Transaction
+) -> tuple[list[str], dict[int, int]]:
+    """Give up the rows that were due before a moment (ms since the epoch) among the next `scan` rows of each lane.
 
-    A row's age counts from `not_before` where that is later than `enqueued_at`. A lane is in the order of
-    `enqueued_at`, so a walk goes on past rows with a later `not_before`, until it meets one that was enqueued later.
+    `places` has the `seq` after which to look, by lane. A row's age counts from `not_before` where that is later than
+    `enqueued_at`. A lane is in the order of `enqueued_at`, so a walk goes on past rows with a later `not_before`, until
+    it meets one that was enqueued later. Returns the ids of the rows that are dead now, and the places to go on from.
     """
-
-    before: int  # ms since the epoch
-    scan: int
-    places: Mapping[int, int] = dict.fromkeys(LANES, 0)  # the `seq` after which to look, by lane
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return self.scan * len(self.places)
-
-    def run(self, transaction: Transaction) -> tuple[list[str], dict[int, int]]:
-        """Expire; returns the ids of the rows that are dead now, and the places to go on from."""
-        ids: list[str] = []
-        onward: dict[int, int] = {}
-        for lane, after in self.places.items():
-            parameters = {"lane": lane, "before": self.before, "after": after, "scan": self.scan}
-            expired, last = transaction.db.execute(_QUERIES["expired"], parameters).fetchone()
-            ids += _decode_ids(expired)
-            if last is not None:
-                onward[lane] = last
-        last_error = "expired: the broker did not accept the message within max_age"
-        changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
-        transaction.changed("pending", "dead", changed)
-        if ids:
-            report(transaction, ids)
-        return ids, onward
+    ids: list[str] = []
+    onward: dict[int, int] = {}
+    for lane, after in places.items():
+        parameters = {"lane": lane, "before": before, "after": after, "scan": scan}
+        expired, last = transaction.db.execute(_QUERIES["expired"], parameters).fetchone()
+        ids += _decode_ids(expired)
+        if last is not None:
+            onward[lane] = last
+    last_error = "expired: the broker did not accept the message within max_age"
+    changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
+    transaction.changed("pending", "dead", changed)
+    if ids:
+        report(transaction, ids)
+    return ids, onward
 
 
 def report(transaction: Transaction, row_ids: Sequence[str]) -> None:

@@ -6,16 +6,17 @@ import asyncio
 
 from outbox.accept import Accept
 from outbox.model import Caller
-from outbox.relay import Expire
+from outbox.transaction import Step
 from outbox.writer import PART_ROWS, Queue
 from postroom._wire.message import prepare
 
 MALLORY, ALICE = Caller(1, 1), Caller(2, 2)
 SEND = prepare(b'{"to":"topic:orders"}')
+OTHER: Step[None] = Step(lambda _: None, rows=5)
 
 
 def put(queue: Queue, caller: Caller | None, rows: int = 1) -> None:
-    operation = Expire(0, 1) if caller is None else Accept.of([SEND] * rows, caller)
+    operation = OTHER if caller is None else Accept.of([SEND] * rows, caller)
     queue.append(operation, asyncio.get_running_loop().create_future())
 
 
@@ -45,12 +46,12 @@ async def test_beside_others_a_caller_has_its_part_of_a_group_and_everybody_is_i
 async def test_what_is_patient_goes_with_whatever_comes_next_until_it_is_flushed() -> None:
     queue = Queue()
     for _ in range(2):
-        queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
+        queue.append(OTHER, asyncio.get_running_loop().create_future(), patient=True)
     assert not queue
     put(queue, ALICE)
     assert callers(queue) == [None, None, ALICE]
     assert not queue
-    queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
+    queue.append(OTHER, asyncio.get_running_loop().create_future(), patient=True)
     queue.flush()
     assert queue
     assert callers(queue) == [None]
