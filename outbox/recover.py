@@ -129,21 +129,6 @@ class _Moved(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     checksum: int = 0
 
 
-class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The counters, in their order."""
-
-    only: int
-    pending: _Number
-    inflight: _Number
-    done: _Number
-    dead: _Number
-    aborted: _Number
-    payload_bytes: _Number
-    moved: _Number
-    waiting_room: _Number
-    kept_room: _Number
-
-
 # Rows of other tables, in the order of their columns, and keys of indexes and of tables without rowids.
 _Shared = tuple[str, _Priority, _Owner, str]  # by moved rows: destination, priority, submitted_by, last_error
 _CommonRow = tuple[int, str, _Priority, _Owner, str]
@@ -151,6 +136,7 @@ _CommonKey = tuple[str, _Priority, _Owner, str, _Number]
 _Payload = tuple[int, bytes]
 _LogLine = tuple[int, _Time, str, str, str, str | None, str | None]
 _Recovered = tuple[int, _Number, _Number | None, _Number, _Time | None, str | None]
+_Tally = tuple[int, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number]  # the counters
 _Control = tuple[str, Literal[0, 1], float | None]
 _Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
 _Key = tuple[int, _Number]  # the same of a moved row, by its key
@@ -409,12 +395,12 @@ class _Salvage:
         """
         if not self._pages.is_current(self._roots["tally"]):
             return None
-        for tally in self._rows("tally", _Tally):
-            missing: int = sum(astuple(tally)[1:6]) - saved  # of each state
-            waited = missing - (tally.moved - self._moved)
-            room = tally.waiting_room + tally.kept_room - self._room
-            payload_bytes = tally.payload_bytes - self._payload_bytes
-            if min(missing, waited, tally.moved - self._moved, payload_bytes) >= 0 and (
+        for _, *states, payloads, moved, waiting_room, kept_room in self._rows("tally", _Tally):
+            missing: int = sum(states) - saved
+            waited = missing - (moved - self._moved)
+            room = waiting_room + kept_room - self._room
+            payload_bytes = payloads - self._payload_bytes
+            if min(missing, waited, moved - self._moved, payload_bytes) >= 0 and (
                 room >= waited * room_of(0) if waited else room == payload_bytes == 0
             ):
                 return missing
