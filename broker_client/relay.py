@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import structlog
 
-from broker_client.answers import Outcome, RelayCounters, expired, not_dated, returned
+from broker_client.answers import Outcome, expired, not_dated, returned
 from broker_client.channel import RequestFailed
 from broker_client.features import HOUR, Comparison, FeatureCheck
 from broker_client.link import BrokerLink
@@ -68,6 +68,7 @@ class Relay:
         self._poster = Poster(
             outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep, ended=self._wake.set
         )
+        self.counters = self._poster.counters
         self.comparison = Comparison(outbox, link, clock=clock)
         self._check = FeatureCheck(link, settings, state_directory, mesh)
         self._controls = Controls()
@@ -166,11 +167,6 @@ class Relay:
     def max_age_hours(self) -> int:
         """The age in hours at which a row goes dead."""
         return self._check.max_age_hours
-
-    @property
-    def counters(self) -> RelayCounters:
-        """What was counted since the process started."""
-        return self._poster.counters
 
     async def controls_changed(self) -> None:
         """Read the controls again: an operator paused, resumed or set a rate; `status` shows it from here on."""
