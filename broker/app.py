@@ -1,7 +1,7 @@
 """The broker's API: one table of routes, and the application built from it (docs/contract/accept.md#accept-1)."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Final
@@ -240,28 +240,23 @@ class _Accept:
         async with self._database.read(member.whose) as connection:
             incarnation = await connection.fetchval(QUERIES["current_incarnation"])
             last_history_id = await connection.fetchval(QUERIES["last_history_id"], member.mesh_id)
-        permanent = config.retention.mode == "permanent"
-        return json_response(
-            Features(
-                mesh=member.mesh,
-                member=member.name,
-                max_batch=config.max_batch,
-                client_message_id_dedupe=DedupeFeature(
-                    version=1,
-                    mode=config.retention.mode,
-                    request_fingerprint=True,
-                    dedupe_retention_days=None if permanent else config.retention.dedupe_days,
-                ),
-                max_payload=PayloadFeature(inline_bytes=config.max_inline_bytes),
-                rate_limit=RateLimitFeature(
-                    per_mesh=config.limiter.per_mesh,
-                    per_member=config.limiter.per_member,
-                    window_seconds=config.limiter.window_seconds,
-                ),
-                incarnation=str(incarnation),
-                last_history_id=last_history_id,
-            )
+        mode, limiter = config.retention.mode, config.limiter
+        days = None if mode == "permanent" else config.retention.dedupe_days
+        features = Features(
+            mesh=member.mesh,
+            member=member.name,
+            max_batch=config.max_batch,
+            client_message_id_dedupe=DedupeFeature(
+                version=1, mode=mode, request_fingerprint=True, dedupe_retention_days=days
+            ),
+            max_payload=PayloadFeature(inline_bytes=config.max_inline_bytes),
+            rate_limit=RateLimitFeature(
+                per_mesh=limiter.per_mesh, per_member=limiter.per_member, window_seconds=limiter.window_seconds
+            ),
+            incarnation=str(incarnation),
+            last_history_id=last_history_id,
         )
+        return json_response(features)
 
 
 class _Control:
@@ -269,6 +264,7 @@ class _Control:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._document = cache(partial(document, services))
 
     async def health(self, _request: web.Request) -> web.Response:
         """`GET /health`: 200 while the process answers; its reasons are those of `/ready`."""
@@ -286,11 +282,7 @@ class _Control:
 
     async def openapi(self, _request: web.Request) -> web.Response:
         """`GET /openapi.json`."""
-        return json_response(self._document)
-
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return document(self._services)
+        return json_response(self._document())
 
 
 def document(services: Services) -> dict[str, Any]:
