@@ -79,15 +79,12 @@ class History:
                 raise missing("mesh", mesh)
             if last_before is not None or query.incarnation not in (None, str(incarnation)):
                 resume_after = query.after if last_before is None else last_before
-                raise Gone.of(
-                    "history_restored",
-                    "the broker's database was restored to an earlier state, or replaced, since "
-                    "this cursor was issued: the history "
-                    f"is the same up to history_id {resume_after}; resume there, and expect to read messages "
-                    "again that were sent again",
-                    resume_after=resume_after,
-                    incarnation=str(incarnation),
+                sentence = (
+                    "the broker's database was restored to an earlier state, or replaced, since this cursor was "
+                    f"issued: the history is the same up to history_id {resume_after}; resume there, and expect to "
+                    "read messages again that were sent again"
                 )
+                raise Gone.of("history_restored", sentence, resume_after=resume_after, incarnation=str(incarnation))
             values = (mesh_id, query.after, LOOK_AT, query.limit, _reader(principal), kind, ref)
             patient_until = time.monotonic() + _WAIT_SECONDS
             while True:

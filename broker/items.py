@@ -204,12 +204,9 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         refuse_duplicate_keys(bytes(item.message))
     if checked.fingerprint != item.fingerprint:
         computed, sent = prefix(checked.fingerprint), prefix(item.fingerprint)
-        refuse(
-            "fingerprint_mismatch",
-            f"the message's fingerprint is {computed}…, it was sent with {sent}…: it changed on the way, or the sender "
-            "computes another canonical form",
-            "request_fingerprint",
-        )
+        why = "it changed on the way, or the sender computes another canonical form"
+        sentence = f"the message's fingerprint is {computed}…, it was sent with {sent}…: {why}"
+        refuse("fingerprint_mismatch", sentence, "request_fingerprint")
     if envelope.traceparent is not None and TRACEPARENT.fullmatch(envelope.traceparent) is None:
         refuse("invalid_traceparent", "traceparent is not valid (W3C Trace Context)", "traceparent")
     meta = envelope.meta or {}
@@ -246,11 +243,8 @@ def _mentions(meta: dict[str, Any]) -> list[str]:
     try:
         return sorted(set(msgspec.convert(meta["mentions"], _Mentions)))
     except msgspec.ValidationError as error:
-        refuse(
-            "invalid_mention",
-            f"meta.mentions is not a list of members: {shape_fault(error, _Mentions)[1]}",
-            "meta.mentions",
-        )
+        sentence = f"meta.mentions is not a list of members: {shape_fault(error, _Mentions)[1]}"
+        refuse("invalid_mention", sentence, "meta.mentions")
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:
