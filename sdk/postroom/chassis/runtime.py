@@ -200,10 +200,11 @@ def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
     return environ.get(variable, str(os.getpid())) != str(os.getpid())
 
 
-def load_named(name: str, *, what: str, example: str) -> Any:
+def load_named(name: str, check: Callable[[Any], None], *, what: str, example: str) -> Any:
     """Import `module:name`: from the current directory first, then from `PYTHONPATH`.
 
-    Raises `Fatal`: 2 where `name` has another form, with `what` it should name, and 78 where it can't be imported.
+    Raises `Fatal`: 2 where `name` has another form, with `what` it should name, and 78 where it can't be imported, or
+    `check` refuses it.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute) or module_name.startswith("."):
@@ -226,6 +227,10 @@ def load_named(name: str, *, what: str, example: str) -> Any:
         file = getattr(module, "__file__", None)
         where = f": look into {file}" if file else ", which is a directory or a part of Python: name the module"
         raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}{where}")
+    try:
+        check(found)
+    except PostroomError as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
     return found
 
 

@@ -23,10 +23,9 @@ import structlog
 
 from postroom._wire.sql import load_queries
 from postroom.chassis.clock import DatabaseClock
-from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool
 from postroom.chassis.runtime import load_named
-from postroom.flow import Flow, InvalidFlow, check_flow
+from postroom.flow import Flow, check_flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
 from postroom.ledger.legs import HandlerFailed, Running, most_attempts, run_leg1, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
@@ -222,10 +221,6 @@ class Engine:
 
 def load_flow(name: str) -> Flow:
     """Import `module:flow`, also from the current directory; the `Fatal` that it raises says what to change."""
-    flow = load_named(name, what="a flow", example="module:flow, as in nightly_export:flow")
-    try:
-        check_flow(flow)
-    except InvalidFlow as error:
-        raise Fatal(Exit.CONFIG, str(error)) from error
-    found: Flow = flow
+    example = "module:flow, as in nightly_export:flow"
+    found: Flow = load_named(name, check_flow, what="a flow", example=example)
     return found

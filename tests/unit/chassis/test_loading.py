@@ -13,7 +13,7 @@ import sys
 from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import load_named
 try:
-    print(load_named(sys.argv[1], what="an agent", example="module:Agent"))
+    print(load_named(sys.argv[1], lambda _: None, what="an agent", example="module:Agent"))
 except Fatal as fatal:
     print(int(fatal.exit_code), fatal)
 """

@@ -14,19 +14,14 @@ happen once among hosts with the idempotency registry in Postgres (`postroom.onc
 from pathlib import Path
 from typing import Any
 
-from postroom.agent import Agent, InvalidAgent, check_agent
-from postroom.chassis.exits import Exit, Fatal
+from postroom.agent import Agent, check_agent
 from postroom.chassis.runtime import load_named
 
 
 def load_agent(name: str) -> type[Agent[Any]]:
     """Import `module:Agent`, also from the current directory; the `Fatal` that it raises says what to change."""
-    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
-    try:
-        check_agent(agent)
-    except InvalidAgent as error:
-        raise Fatal(Exit.CONFIG, str(error)) from error
-    found: type[Agent[Any]] = agent
+    example = "module:Agent, as in shop.agents:Pricing"
+    found: type[Agent[Any]] = load_named(name, check_agent, what="an agent", example=example)
     return found
 
 
