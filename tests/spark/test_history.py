@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import asyncpg
 import msgspec
@@ -271,6 +274,42 @@ def test_a_stream_that_dies_in_a_batch_goes_on_without_loss_or_repeat(
     assert ids(spark.read.parquet(out)) == [f"id-{number:02}" for number in range(30)] + [
         f"later-{number}" for number in range(3)
     ]
+
+
+def test_a_stream_waits_for_a_database_that_restarts(
+    history: History, postgres_server: EmbeddedPostgres, short_directory: Path
+) -> None:
+    history.accept(f"id-{number}" for number in range(3))
+    path = short_directory / "postgres"
+    away = history.url.replace(quote(str(postgres_server.socket_directory), safe=""), quote(str(path), safe=""))
+    stream = HistoryStreamReader(read_options({"database_url": away}, streaming=True), SCHEMA)
+    with away_once(path, postgres_server.socket_directory):
+        end = stream.latestOffset({}, ReadAllAvailable())
+    (part,) = stream.partitions({}, end)
+    with away_once(path, postgres_server.socket_directory):
+        assert sum(batch.num_rows for batch in stream.read(part)) == 3
+
+
+@contextmanager
+def away_once(path: Path, directory: Path) -> Iterator[None]:
+    """Hang up on the first who connects to a Postgres at `path`; afterwards it leads to the one in `directory`."""
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    name = path / next(directory.glob(".s.PGSQL.*[0-9]")).name
+    with socket.socket(socket.AF_UNIX) as door, ThreadPoolExecutor(1) as threads:
+
+        def hang_up() -> None:
+            connection, _ = door.accept()
+            name.unlink()
+            path.rmdir()
+            path.symlink_to(directory)
+            connection.close()
+
+        door.bind(str(name))
+        door.listen()
+        done = threads.submit(hang_up)
+        yield
+        done.result()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from postroom._wire.retry import Patience, retrying
 from postroom._wire.sql import UNUSABLE, missing_file, why_refused
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, Unavailable
 
@@ -50,10 +51,13 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
 
 @asynccontextmanager
 async def connected(
-    url: str, settings: Mapping[str, str] | None = None
+    url: str, settings: Mapping[str, str] | None = None, *, seconds: float = 0.0
 ) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
-    """Lend a connection; raises as `connect` does, and an error of ours for what Postgres fails with meanwhile."""
-    connection = await connect(url, settings)
+    """Lend a connection, for which it waits up to `seconds` where Postgres is unavailable.
+
+    Raises as `connect` does, and an error of ours for what Postgres fails with meanwhile.
+    """
+    connection = await retrying(lambda: connect(url, settings), Patience(seconds))
     import asyncpg  # noqa: PLC0415 - `connect` has imported it
 
     try:

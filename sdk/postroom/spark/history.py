@@ -28,6 +28,7 @@ from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
+from postroom._wire.retry import Patience, retrying
 from postroom._wire.sql import load_queries
 from postroom.errors import InvalidMessage, NotFound
 from postroom.spark.database import connected
@@ -70,6 +71,7 @@ SCHEMA: Final = StructType(
 Before: TypeAlias = "Callable[[asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
 
 QUERIES: Final = load_queries("postroom.spark", "history.sql")
+ABSENT_SECONDS: Final = 30.0  # longer than Postgres takes to start again, for a stream and for the tasks of any read
 _BLOCK_BYTES: Final = 1024 * 1024  # of one batch, about
 
 # Control characters, which hardly any text has, so that JSON needs no quotes around it, and its own are not doubled; a
@@ -203,14 +205,14 @@ def check_mesh(mesh: str | None, *, known: bool) -> None:
         raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
-def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
-    """Run one query on a connection of its own; raises as `connected` does."""
+def fetch(url: str, query: str, *arguments: Any, seconds: float = 0.0) -> list[asyncpg.Record]:
+    """Run one query on a connection of its own, again for up to `seconds`; raises as `connected` does."""
 
     async def run() -> list[asyncpg.Record]:
         async with connected(url, _SETTINGS) as connection:
             return await connection.fetch(query, *arguments)
 
-    return asyncio.run(run())
+    return asyncio.run(retrying(run, Patience(seconds)))
 
 
 def copy(
@@ -280,7 +282,8 @@ async def _copy(
     snapshot: str | None,
     before: Before | None,
 ) -> None:
-    async with connected(url, _SETTINGS) as connection:
+    seconds = ABSENT_SECONDS if snapshot is None else 0.0  # a restart ends the snapshot too
+    async with connected(url, _SETTINGS, seconds=seconds) as connection:
         await connection.transaction(isolation="repeatable_read", readonly=True).start()  # ends with the connection
         if snapshot is not None:
             if not all(part.isalnum() for part in snapshot.split("-")):

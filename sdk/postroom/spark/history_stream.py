@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from postroom.errors import Conflict, Gone
-from postroom.spark.history import QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
+from postroom.spark.history import ABSENT_SECONDS, QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
 from postroom.spark.history_options import Conditions, HistoryOptions
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _by_mesh(self._fetch("newest", self._options.mesh))
 
     def _fetch(self, query: str, *arguments: Any) -> list[asyncpg.Record]:
-        return fetch(self._options.database_url, QUERIES[query], *arguments)
+        return fetch(self._options.database_url, QUERIES[query], *arguments, seconds=ABSENT_SECONDS)
 
     async def _check_unread(self, part: Range, connection: Connection) -> None:
         for row in await connection.fetch(QUERIES["next"], [part.mesh_id], [part.after], part.deletion):
