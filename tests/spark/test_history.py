@@ -210,6 +210,7 @@ def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
     ("options", "sentence"),
     [
         ({"sinse": "2026-11-01"}, "has no option 'sinse'"),
+        ({"database_url": ""}, "the option database_url is empty"),
         ({"since": "yesterday"}, "use a day or a time"),
         ({"since": "0001-01-01T00:00:00+01:00"}, "use a day or a time"),
         ({"until": "9999-12-31T23:59:59-01:00"}, "use a day or a time"),

@@ -62,6 +62,8 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - {known.lower() for known in _NAMES}:
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
+    for name in (name for name, value in given.items() if not value.strip()):
+        _refuse(name, f"the option {name} is empty")
     text, mesh = given.get("to"), given.get("mesh")
     if text is not None:
         parse_destination(text)
