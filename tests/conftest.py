@@ -51,7 +51,7 @@ _STANDARD_ERROR = pytest.StashKey[int]()  # what pytest takes away while a test 
 _DESCRIPTORS = 8192
 _SPARK = "spark"  # the folder
 _PAGES = "tests/acceptance/test_docs.py"  # each page has a mail room of its own
-_JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {class_data.SHAPE} -XX:SharedArchiveFile={class_data.ARCHIVE} -Xlog:disable"
+_JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {class_data.SHAPE} {class_data.MAPPING} -Xlog:disable"
 
 
 def pytest_configure(config: pytest.Config) -> None:
