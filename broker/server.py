@@ -2,15 +2,12 @@
 
 import asyncio
 import ssl
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import islice
 from typing import Any, Final, cast
 
 import structlog
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from broker.accept import AcceptService
 from broker.app import Services, build
@@ -23,7 +20,7 @@ from broker.programs import Health
 from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
+from postroom.chassis.listener import LimitedServer, listening, remove, running, unix_listener
 from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import (
@@ -40,7 +37,6 @@ from postroom.delivery.settings import networks_of
 _log = structlog.get_logger(__name__)
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
-_EXAMINED: Final = 100  # connections at most, to find one that is idle
 
 
 async def run(config: BrokerConfig) -> None:
@@ -114,34 +110,6 @@ async def serving(services: Services) -> AsyncIterator[str]:
             sock.setblocking(False)
             await web.SockSite(runner, sock, ssl_context=tls).start()
             yield f"unix://{config.socket_path}"
-
-
-class LimitedServer(TimedServer):
-    """A server with a limit on connections: an idle one makes room for a new one."""
-
-    def __init__(self, handler: Any, *, most: int, on_drop: Callable[[str], None], **options: Any) -> None:
-        super().__init__(handler, on_drop=on_drop, **options)
-        self._most = most
-        self._open: OrderedDict[TimedConnection, None] = OrderedDict()  # the least recently examined first
-
-    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Accept the connection; where there are too many, drop an idle one, or itself where none of the next is."""
-        super().connection_made(handler, transport)
-        newcomer = cast(TimedConnection, handler)
-        if len(self._open) >= self._most:
-            examined = list(islice(self._open, _EXAMINED))
-            idle = next((each for each in examined if each.idle_since is not None), newcomer)
-            for each in examined:
-                self._open.move_to_end(each)
-            self._open.pop(idle, None)
-            self._on_drop("too_many_connections")
-            idle.abort()
-        self._open[newcomer] = None
-
-    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget the connection."""
-        super().connection_lost(handler, exc)
-        self._open.pop(cast(TimedConnection, handler), None)
 
 
 def timed_server(app: web.AppRunner, services: Services) -> LimitedServer:

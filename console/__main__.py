@@ -17,7 +17,7 @@ from console.sessions import Sessions
 from postroom.chassis import logs, runtime
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import TimedServer, listening, running
+from postroom.chassis.listener import LimitedServer, listening, running
 
 _log = structlog.get_logger(__name__)
 
@@ -53,11 +53,12 @@ async def run(config: ConsoleConfig) -> Exit:
     return Exit.OK
 
 
-def timed_server(app: web.AppRunner) -> TimedServer:
+def timed_server(app: web.AppRunner) -> LimitedServer:
     """Return a server with deadlines for the application that `app` has set up."""
     inner = cast(web.Server, app.server)
-    return TimedServer(
+    return LimitedServer(
         inner.request_handler,
+        most=runtime.spare_descriptors(),
         deadlines=_Deadlines(),
         on_drop=lambda reason: _log.info("connection_dropped", reason=reason),
         request_factory=inner.request_factory,

@@ -19,10 +19,11 @@ import socket
 import ssl
 import stat
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, cast
 
@@ -57,6 +58,7 @@ _log = structlog.get_logger(__name__)
 
 SWEEP_SECONDS: Final = 1.0
 _SWEPT_AT_ONCE: Final = 100  # connections
+_EXAMINED: Final = 100  # connections at most, to find one that is idle
 _NOT_HTTP: Final = "the request is not HTTP/1.1"
 _REFUSED: Final[dict[type[BaseException], str]] = {
     LineTooLong: "a line of the request's head is too long",
@@ -405,6 +407,34 @@ class TimedServer(web.Server):
             if (reason := connection.overdue(now, self._deadlines)) is not None:
                 self._on_drop(reason)
                 connection.abort()
+
+
+class LimitedServer(TimedServer):
+    """A server with a limit on connections: an idle one makes room for a new one."""
+
+    def __init__(self, handler: Any, *, most: int, on_drop: Callable[[str], None], **options: Any) -> None:
+        super().__init__(handler, on_drop=on_drop, **options)
+        self._most = most
+        self._open: OrderedDict[TimedConnection, None] = OrderedDict()  # the least recently examined first
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        """Accept the connection; where there are too many, drop an idle one, or itself where none of the next is."""
+        super().connection_made(handler, transport)
+        newcomer = cast(TimedConnection, handler)
+        if len(self._open) >= self._most:
+            examined = list(islice(self._open, _EXAMINED))
+            idle = next((each for each in examined if each.idle_since is not None), newcomer)
+            for each in examined:
+                self._open.move_to_end(each)
+            self._open.pop(idle, None)
+            self._on_drop("too_many_connections")
+            idle.abort()
+        self._open[newcomer] = None
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget the connection."""
+        super().connection_lost(handler, exc)
+        self._open.pop(cast(TimedConnection, handler), None)
 
 
 @asynccontextmanager
