@@ -437,6 +437,7 @@ class Answer(web.StreamResponse):
                 connection="Connection: keep-alive\r\n" if request.version == HttpVersion10 else "",
             )
         )
+        self._body_bytes = b""  # the transport has what is still to be read: once is enough
         if request.protocol.writing_paused:
             await request.writer.drain()
         return None

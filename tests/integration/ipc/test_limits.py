@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 import sqlite3
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from support.waiting import until
 
+from ipc.connection import Answer
 from ipc.shares import Limits
 from outbox.model import Caller
 
@@ -344,6 +346,18 @@ def test_the_cap_on_connections_leaves_descriptors_for_everything_else() -> None
     with _few_descriptors(256):
         assert Limits().connection_cap() < 200
     assert Limits(connections=10).connection_cap() == 10
+
+
+async def test_an_answer_that_nobody_reads_is_kept_once(room: Any) -> None:
+    """The transport keeps what is still to be read; five hundred such callers took another 100 MB for nothing."""
+    _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
+    writer.write(b"GET /v1/openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+    await until(lambda: _blocked(room))
+    sizes = [len(each.encode()) for each in gc.get_objects() if isinstance(each, Answer)]
+    writer.transport.abort()
+    await until(lambda: not room.server.connections)
+    assert sizes
+    assert max(sizes) < 10_000
 
 
 async def test_a_healthy_caller_is_served_beside_500_slow_ones(room: Any) -> None:
