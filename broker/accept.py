@@ -116,11 +116,9 @@ class AcceptService:
         except TryAgain:  # its turn never came, and nothing was written
             raise
         except Unwanted:
-            sentence = (
-                "the connection, or the caller's half of it, was closed before anything was written: send the batch "
-                "again under the same ids, and leave the connection open until the answer"
-            )
-            raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
+            closed = "the connection, or the caller's half of it, was closed before anything was written"
+            advice = "send the batch again under the same ids, and leave the connection open until the answer"
+            raise TryAgain.of("given_up", f"{closed}: {advice}", retryable=True, retry_after=1.0) from None
         except TokenRevoked:
             raise NotPermitted.of("invalid_token", f"the token was revoked; {NEW_TOKEN}") from None
         except Exception as error:  # noqa: BLE001 - after any other error the batch may have been committed

@@ -172,17 +172,12 @@ class Authentication:
         role = access.removeprefix("broker_")
         if principal.role not in MAY[role]:
             needed = "administer" if role == "itself" else role
-            sentence = (
-                f"{principal.actor} has the role {principal.role}, and this takes the role {needed}: "
-                f"`postroom operator create NAME --role {needed}` makes a token that has it"
-            )
-            raise NotPermitted.of("not_permitted", sentence)
+            role_is = f"{principal.actor} has the role {principal.role}, and this takes the role {needed}"
+            advice = f"`postroom operator create NAME --role {needed}` makes a token that has it"
+            raise NotPermitted.of("not_permitted", f"{role_is}: {advice}")
         if role != access and principal.mesh is not None:
-            sentence = (
-                f"the token of {principal.actor} is for the mesh {principal.mesh} only, and this is about all: use one "
-                "that was made without --mesh"
-            )
-            raise NotPermitted.of("not_permitted", sentence)
+            mesh_is = f"the token of {principal.actor} is for the mesh {principal.mesh} only, and this is about all"
+            raise NotPermitted.of("not_permitted", f"{mesh_is}: use one that was made without --mesh")
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:

@@ -169,10 +169,8 @@ def check_agent(agent: Any) -> None:
 def _check_subjects(agent: type[Agent[Any]]) -> None:
     subjects: Any = agent.subjects
     if not subjects:
-        raise _invalid(
-            f"{agent.__name__} has no subjects: say what it handles, as in "
-            'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
-        )
+        form = 'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
+        raise _invalid(f"{agent.__name__} has no subjects: say what it handles, as in {form}")
     if not isinstance(subjects, (tuple, list)) or not all(isinstance(subject, str) for subject in subjects):
         raise _invalid(f"{agent.__name__}.subjects must be a tuple of strings, even if it is only one: (subject,)")
     for subject in fill_subjects(agent, "tenant", "workspace"):
@@ -212,10 +210,8 @@ def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, eve
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
     subject = _filled(f"{agent.__name__}.event_subject", agent.event_subject, places)
     if _SUBJECT.fullmatch(subject) is None or event not in subject:
-        raise _invalid(
-            f"{agent.__name__}.event_subject must be words joined by dots, one of which contains {{type}}, as in "
-            '"evt.{tenant}.{workspace}.{agent}.{type}"'
-        )
+        rule = 'words joined by dots, one of which contains {type}, as in "evt.{tenant}.{workspace}.{agent}.{type}"'
+        raise _invalid(f"{agent.__name__}.event_subject must be {rule}")
     return subject
 
 

@@ -173,10 +173,8 @@ class Activity:
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise `InvalidFlow`: the decorated function cannot be called directly."""
-        raise _invalid(
-            f"the activity {self.name!r} was called directly: return {self.name}.spawn(request) to run "
-            "it as a step of its own, or move shared code into a plain function"
-        )
+        advice = "to run it as a step of its own, or move shared code into a plain function"
+        raise _invalid(f"the activity {self.name!r} was called directly: return {self.name}.spawn(request) {advice}")
 
     def answered(self, function: Handler) -> Handler:
         """Register leg 2, `async def _(ctx, answer)`, which returns what to spawn; raises `InvalidFlow`."""
@@ -320,10 +318,8 @@ def check_flow(flow: Any) -> None:
     _ = flow.first
     for activity in flow.activities.values():
         if activity.leg2 is None:
-            raise _invalid(
-                f"the activity {activity.name!r} sends to {activity.queue!r}, and has no handler for its "
-                f"answer: write one with @{activity.name}.answered"
-            )
+            lacks = f"the activity {activity.name!r} sends to {activity.queue!r}, and has no handler for its answer"
+            raise _invalid(f"{lacks}: write one with @{activity.name}.answered")
 
 
 def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...]:
@@ -342,10 +338,8 @@ def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...
             detail = f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}"
             raise _invalid(detail)
         if isinstance(step, Again) and step.activity is not activity:
-            raise _invalid(
-                f"{activity.name!r} returned {step.activity.name}.again(…): an activity can only repeat "
-                f"itself; return {step.activity.name}.spawn(…)"
-            )
+            rule = f"an activity can only repeat itself; return {step.activity.name}.spawn(…)"
+            raise _invalid(f"{activity.name!r} returned {step.activity.name}.again(…): {rule}")
     return steps
 
 

@@ -121,10 +121,8 @@ def compose(
         body = _json_text(body)
     given: Any = body
     if not isinstance(given, str | bytes | bytearray | memoryview | None):
-        sentence = (
-            f"the body must be text, bytes, or a dict or a list to send as JSON, not {type(given).__name__}: encode it "
-            "first, as with json.dumps"
-        )
+        rule = "the body must be text, bytes, or a dict or a list to send as JSON"
+        sentence = f"{rule}, not {type(given).__name__}: encode it first, as with json.dumps"
         refuse("invalid_field", sentence, "body")
     return SendRequest(
         to=to,

@@ -123,8 +123,5 @@ def key_missing(what: str) -> NotFound:
 def key_held(what: str, owner: str, until: datetime | None) -> Conflict:
     """Return the error for a key that a worker holds, `until` the end of its lease where that is known."""
     lease = "" if until is None else f" until {when(until)}"
-    detail = (
-        f"{what} is held by {owner.rpartition('/')[0]}{lease}: forget it once that has ended, or stop the worker and "
-        "wait for the end of its lease"
-    )
-    return Conflict.of("key_held", detail)
+    advice = "forget it once that has ended, or stop the worker and wait for the end of its lease"
+    return Conflict.of("key_held", f"{what} is held by {owner.rpartition('/')[0]}{lease}: {advice}")

@@ -131,11 +131,9 @@ class Peer(NamedTuple):
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        detail = (
-            f"the connection to {self} broke; it is not known whether the request took effect: "
-            "send a message again under its id, and check the outcome of anything else"
-        )
-        return Unavailable.of("connection_lost", detail, retryable=True)
+        broke = f"the connection to {self} broke; it is not known whether the request took effect"
+        advice = "send a message again under its id, and check the outcome of anything else"
+        return Unavailable.of("connection_lost", f"{broke}: {advice}", retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
         """Raise the problem that the peer answered with, or an error for an answer that is not a problem."""

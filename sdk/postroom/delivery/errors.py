@@ -85,10 +85,8 @@ def would_lose(diff: str, consumer: str | None = None) -> Conflict:
 
 def name_taken(diff: str) -> Conflict:
     """Refuse another filter for a consumer that a program is reading from at the moment."""
-    detail = (
-        f"{diff}; another program consumes under this name now: stop it first if this one replaces it, or give "
-        "this one a durable name of its own"
-    )
+    advice = "stop it first if this one replaces it, or give this one a durable name of its own"
+    detail = f"{diff}; another program consumes under this name now: {advice}"
     return Conflict.of("consumer_in_use", detail, retryable=True)
 
 
@@ -136,11 +134,8 @@ def not_of_mesh(letter: str, subject: str, mesh: str) -> Conflict:
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
     """Refuse to settle a letter whose row is in another database, where it would stay unsettled."""
-    detail = (
-        f"the dead letter {letter} is in another database, that of its consumer {consumer!r}: "
-        "ask a broker on that database (POSTROOM_BROKER_URL)"
-    )
-    return Conflict.of("letter_elsewhere", detail)
+    where = f"the dead letter {letter} is in another database, that of its consumer {consumer!r}"
+    return Conflict.of("letter_elsewhere", f"{where}: ask a broker on that database (POSTROOM_BROKER_URL)")
 
 
 def letter_not_kept(letter: str, error: Exception) -> Unavailable:
@@ -173,8 +168,5 @@ def no_nats(doing: str) -> Unavailable:
 
 def no_payload(letter: str) -> Conflict:
     """Refuse to replay a letter without a payload."""
-    detail = (
-        f"cannot replay {letter}: it has no payload, since another program wrote it, or it was too "
-        "large for NATS; inspect it, or drop it"
-    )
-    return Conflict.of("nothing_to_replay", detail)
+    why = "it has no payload, since another program wrote it, or it was too large for NATS"
+    return Conflict.of("nothing_to_replay", f"cannot replay {letter}: {why}; inspect it, or drop it")

@@ -213,11 +213,8 @@ class Running:
         """Return the activity that a row names; raises `InvalidFlow` where the flow has none of that name."""
         activity = self.flow.activities.get(name)
         if activity is None:
-            detail = (
-                f"the flow {self.flow.name!r} has no activity {name!r}: it was renamed, "
-                "or this worker has an older version"
-            )
-            raise InvalidFlow.of("unknown_activity", detail)
+            why = "it was renamed, or this worker has an older version"
+            raise InvalidFlow.of("unknown_activity", f"the flow {self.flow.name!r} has no activity {name!r}: {why}")
         return activity
 
     def context(self, entry: Leg1 | Leg2, step: StepTransaction, key: object, **members: Any) -> Context:

@@ -183,11 +183,9 @@ async def foresee_retry(connection: Connection, job: UUID) -> None:
         raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
     pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
     if pruned is not None:  # it would wait for the answer to a request that cannot be sent again
-        detail = (
-            f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
-            "the outbox has deleted that request by its age; start a new job"
-        )
-        raise Conflict.of("request_pruned", detail)
+        lacks = f"{pruned['name']!r} has no answer to its request {pruned['id']}"
+        detail = f"{lacks}, and the outbox has deleted that request by its age; start a new job"
+        raise Conflict.of("request_pruned", f"the job {job} cannot be retried: {detail}")
 
 
 EFFECTS: Final = MappingProxyType({"retry": retry_job, "cancel": cancel_job})
@@ -253,11 +251,8 @@ def _sentence(row: asyncpg.Record) -> str:
 
 def unknown_message(message: str) -> NotFound:
     """Say that the ledgers do not know a message."""
-    detail = (
-        f"the ledgers know no message and no activity {message!r}: no activity asked with it, and leg 2 of none was "
-        "entered with it; `postroom jobs show` takes the id of a job"
-    )
-    return NotFound.of("message_missing", detail)
+    why = "no activity asked with it, and leg 2 of none was entered with it; `postroom jobs show` takes the id of a job"
+    return NotFound.of("message_missing", f"the ledgers know no message and no activity {message!r}: {why}")
 
 
 def _activity(row: asyncpg.Record, job_state: str) -> Activity:
