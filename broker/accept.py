@@ -44,7 +44,6 @@ _log = structlog.get_logger(__name__)
 
 MAX_ROUNDS: Final = 5
 _UNKNOWN_RETRY_SECONDS: Final = 1.0
-_REUSED: Final = "idempotency_key_reused"
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -322,20 +321,14 @@ def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row
             first_seen_at=row.first_seen_at.isoformat(),
         )
     if row.sender_id != sender.member_id:  # nothing of the other member's message is shown
-        refusal = Conflict.of(
-            _REUSED,
-            f"the id {client_message_id} was used before by another member of the mesh: "
-            "send this message under an id of its own",
-            conflict="id_of_another_member",
-        )
+        how, conflict, known = "used before by another member of the mesh", "id_of_another_member", None
     else:
-        refusal = Conflict.of(
-            _REUSED,
-            f"the id {client_message_id} was accepted with other content: send this message under an id of its own",
-            conflict="request_fingerprint_mismatch",
-            broker_fingerprint_prefix=prefix(row.request_fingerprint),
-        )
-    problem = refusal.problem
+        known = prefix(row.request_fingerprint)
+        how, conflict = "accepted with other content", "request_fingerprint_mismatch"
+    sentence = f"the id {client_message_id} was {how}: send this message under an id of its own"
+    problem = Conflict.of(
+        "idempotency_key_reused", sentence, conflict=conflict, broker_fingerprint_prefix=known
+    ).problem
     return AcceptAnswer(status=problem.status, client_message_id=client_message_id, problem=problem)
 
 
