@@ -140,11 +140,9 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> B
     config = load(BrokerConfig, file, prefix=PREFIX, environ=environ, shared=_SHARED if file is None else None)
     retention = config.retention
     if retention.mode == "retention_scoped" and retention.message_days > retention.dedupe_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"retention.message_days ({retention.message_days}) is longer than retention.dedupe_days "
-            f"({retention.dedupe_days}): an id must be recognised for as long as its message is kept",
-        )
+        limit = f"retention.dedupe_days ({retention.dedupe_days})"
+        kept = f"retention.message_days ({retention.message_days}) is longer than {limit}"
+        raise Fatal(Exit.CONFIG, f"{kept}: an id must be recognised for as long as its message is kept")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise Fatal(Exit.CONFIG, "tls_cert and tls_key belong together: set both or neither")
     if config.redis_url is None and config.limiter.on_error == "closed":

@@ -50,11 +50,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """
     if spare_descriptors() < 1:
         main.close()
-        raise Fatal(
-            Exit.CONFIG,
-            f"its limit on open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and it needs more than "
-            f"{_DESCRIPTORS_KEPT}: raise it with `ulimit -n 1024`, or LimitNOFILE= of its unit",
-        )
+        limit = f"its limit on open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        advice = "raise it with `ulimit -n 1024`, or LimitNOFILE= of its unit"
+        raise Fatal(Exit.CONFIG, f"{limit}, and it needs more than {_DESCRIPTORS_KEPT}: {advice}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(main)

@@ -272,11 +272,8 @@ class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
 def check_inbox(inbox: InboxSettings) -> None:
     """Raise `Fatal` (78) unless a message is remembered for longer than it may be published again."""
     if inbox.keep_days <= inbox.horizon_days:
-        raise Fatal(
-            Exit.CONFIG,
-            f"inbox.keep_days ({inbox.keep_days:g}) is not longer than inbox.horizon_days ({inbox.horizon_days:g}): "
-            "a message that workers publish again would be handled again",
-        )
+        kept = f"inbox.keep_days ({inbox.keep_days:g}) is not longer than inbox.horizon_days ({inbox.horizon_days:g})"
+        raise Fatal(Exit.CONFIG, f"{kept}: a message that workers publish again would be handled again")
 
 
 class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -308,11 +305,9 @@ def check_timeout(handler: HandlerSettings | WebhookSettings, consumer: Consumer
     """Raise `Fatal` (78) unless the handler's time-out is below the consumer's ack_wait."""
     if handler.timeout_seconds >= consumer.ack_wait_seconds:
         of = ("webhooks", "webhooks") if handler is consumer else ("handler", "consumer")
-        raise Fatal(
-            Exit.CONFIG,
-            f"{of[0]}.timeout_seconds ({handler.timeout_seconds:g}) must be shorter than {of[1]}.ack_wait_seconds "
-            f"({consumer.ack_wait_seconds:g}): otherwise a message is delivered again while its handler still runs",
-        )
+        limit = f"{of[1]}.ack_wait_seconds ({consumer.ack_wait_seconds:g})"
+        rule = f"{of[0]}.timeout_seconds ({handler.timeout_seconds:g}) must be shorter than {limit}"
+        raise Fatal(Exit.CONFIG, f"{rule}: otherwise a message is delivered again while its handler still runs")
 
 
 def networks_of(settings: AddressSettings) -> list[IPv4Network | IPv6Network]:

@@ -118,10 +118,8 @@ class OrphanCheck:
         reasons = []
         if found:
             kinds = ", ".join(f"{violation.kind} ({violation.rows})" for violation in found)
-            reasons.append(
-                f"the orphan check of {when(at)} found rows that are incomplete: {kinds}; "
-                "`postroom broker orphan-check` lists their messages"
-            )
+            advice = "`postroom broker orphan-check` lists their messages"
+            reasons.append(f"the orphan check of {when(at)} found rows that are incomplete: {kinds}; {advice}")
         if self._clock() - at > _LATE:
             reasons.append(f"the orphan check has not run since {when(at)}: {self._trouble}")
         return reasons

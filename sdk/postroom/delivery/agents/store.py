@@ -382,11 +382,9 @@ def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
     if found is None:
         db.execute(QUERIES["claim"], owner)
     elif found != owner:
-        raise Fatal(
-            Exit.CONFIG,
-            f"{path} is the store of the agent {found.agent} in {found.tenant}/{found.workspace}, not of {owner.agent} "
-            f"in {owner.tenant}/{owner.workspace}: give each agent a state directory of its own",
-        )
+        theirs, ours = (f"{of.agent} in {of.tenant}/{of.workspace}" for of in (found, owner))
+        whose = f"{path} is the store of the agent {theirs}, not of {ours}"
+        raise Fatal(Exit.CONFIG, f"{whose}: give each agent a state directory of its own")
 
 
 def _among(db: sqlite3.Connection, query: str, wanted: Sequence[object]) -> list[tuple[Any, ...]]:
