@@ -230,12 +230,10 @@ class _Accept:
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:
-        """`POST /v1/accepted`."""
         asked = await decode_body(request, AcceptedQuery)
         return json_response(await self._look_up.accepted(member_of(request), asked))
 
     async def features(self, request: web.Request) -> web.Response:
-        """`GET /v1/features`."""
         member, config = member_of(request), self._config
         async with self._database.read(member.whose) as connection:
             incarnation = await connection.fetchval(QUERIES["current_incarnation"])
@@ -281,7 +279,6 @@ class _Control:
         return web.Response(body=self._services.metrics.expose(), headers={"Content-Type": CONTENT_TYPE})
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        """`GET /openapi.json`."""
         return json_response(self._document())
 
 

@@ -251,12 +251,11 @@ def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sende
     """Return the event's payload: a topic message becomes an event, a queue message a command, a dm neither."""
     if checked.announced is None:
         return None
-    return _encode(
-        AcceptedEvent(
-            broker_message_id=broker_message_id,
-            client_message_id=item.client_message_id,
-            mesh=mesh,
-            sender=sender,
-            message=checked.announced,
-        )
-    ).decode()
+    accepted = AcceptedEvent(
+        broker_message_id=broker_message_id,
+        client_message_id=item.client_message_id,
+        mesh=mesh,
+        sender=sender,
+        message=checked.announced,
+    )
+    return _encode(accepted).decode()

@@ -86,9 +86,8 @@ def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
         if status.st_uid not in trusted:
             _refuse(f"the directory {parent} above it belongs to {_name(status.st_uid)}: choose another directory")
         if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:
-            _refuse(
-                f"others may write to the directory {parent} above it: chmod go-w {parent}, or choose another directory"
-            )
+            advice = f"chmod go-w {parent}, or choose another directory"
+            _refuse(f"others may write to the directory {parent} above it: {advice}")
 
 
 def open_private(path: Path, flags: int = os.O_RDWR) -> int:

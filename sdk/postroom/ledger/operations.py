@@ -267,10 +267,9 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
     )
     state, error = state_of(progress, job_state), row["error"]
     if state == "unknown":
-        error = (
-            f"the worker {row['worker_without']} has no activity {row['name']!r}: the name is misspelt or was changed, "
-            "or it runs an older version of the flow; the step waits for a worker that has it"
-        )
+        why = "the name is misspelt or was changed, or it runs an older version of the flow"
+        lacks = f"the worker {row['worker_without']} has no activity {row['name']!r}: {why}"
+        error = f"{lacks}; the step waits for a worker that has it"
     return Activity(
         id=row["id"],
         parent=row["parent_id"],

@@ -73,19 +73,18 @@ def body(incoming: Incoming, consumer: str) -> bytes:
     """Return the body of the request of a consumer; it contains the payload byte for byte."""
     delivery = incoming.delivery
     headers = delivery.headers
-    return _encode(
-        HandlerRequest(
-            message_id=incoming.message_id,
-            subject=delivery.subject,
-            event_type=_event_type(incoming.subject, headers),
-            event_version=_event_version(incoming.subject, headers),
-            occurred_at=delivery.occurred_at,
-            correlation_id=_words(headers.get("X-Correlation-Id")),
-            causation_id=_words(headers.get("X-Causation-Id")),
-            consumer=consumer,
-            payload=msgspec.Raw(delivery.data),
-        )
+    request = HandlerRequest(
+        message_id=incoming.message_id,
+        subject=delivery.subject,
+        event_type=_event_type(incoming.subject, headers),
+        event_version=_event_version(incoming.subject, headers),
+        occurred_at=delivery.occurred_at,
+        correlation_id=_words(headers.get("X-Correlation-Id")),
+        causation_id=_words(headers.get("X-Causation-Id")),
+        consumer=consumer,
+        payload=msgspec.Raw(delivery.data),
     )
+    return _encode(request)
 
 
 def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[str, str]:
