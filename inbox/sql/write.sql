@@ -4,9 +4,9 @@ INSERT INTO inbox_file (only, id, created_at, refill_after) VALUES (1, :id, :cre
 ON CONFLICT DO NOTHING;
 
 -- name: first_position
--- Positions begin at the time of creation, in ms: beyond all that a file before this one can have given.
+-- Positions begin at the time of creation, in µs: beyond all that a file before this one can have given.
 INSERT INTO sqlite_sequence (name, seq)
-SELECT 'inbox', :created_at WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'inbox');
+SELECT 'inbox', :created_at * 1000 WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'inbox');
 
 -- name: file
 -- A received message, unless it is here or has been.
@@ -40,7 +40,7 @@ UPDATE inbox_file SET refill_after = 0;
 
 -- name: pass_positions
 -- Continue above the positions that were given since the copy was made, also where the clock is behind: a delivery takes one at most.
-UPDATE sqlite_sequence SET seq = max(seq + :acknowledged, :now) WHERE name = 'inbox';
+UPDATE sqlite_sequence SET seq = max(seq + :acknowledged, :now * 1000) WHERE name = 'inbox';
 
 -- name: old
 -- The last position of the oldest messages that were received before a moment, some at a time; NULL where there is none.
