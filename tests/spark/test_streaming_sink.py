@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
+from pyspark.sql.types import LongType, StructType
 from support.post import PostOffice
 
-from postroom import Client
+from postroom import Client, InvalidMessage
 from postroom._wire.spark import SparkTask
+from postroom.spark.sink import stream_sink
 
 
 def test_a_stream_that_starts_again_from_its_checkpoint_sends_each_row_once(
@@ -39,6 +41,13 @@ def test_a_stream_ends_with_the_reason_when_it_cannot_work(
     spark.range(1).selectExpr("id AS order_id").write.parquet(str(source))
     with pytest.raises(StreamingQueryException, match="`number` of the option `id` is not a column"):
         run(spark, post, source, tmp_path / "checkpoint", id="number")
+
+
+def test_a_micro_batch_whose_tasks_do_not_report_is_no_success(post: PostOffice) -> None:
+    """Spark commits so for the trigger `continuous`, for which it drops the rows."""
+    sink = stream_sink(post.options(), StructType().add("order_id", LongType()), overwrite=False)
+    with pytest.raises(InvalidMessage, match="use the trigger processingTime or availableNow"):
+        sink.commit([None, None], 0)
 
 
 def test_streams_that_share_a_directory_keep_their_conflicts_apart(

@@ -130,6 +130,10 @@ class StreamSink(DataSourceStreamArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Report what became of the rows of a micro-batch; raises where some were not sent, which ends the query."""
+        # refuse the trigger `continuous`, for which Spark drops the rows: it never calls `write` of a Python sink
+        if None in messages:
+            detail = "Spark has not passed the rows on: use the trigger processingTime or availableNow, not continuous"
+            raise InvalidMessage.of("invalid_option", detail, field="trigger")
         tag = next((message.stream for message in messages if isinstance(message, TaskDone)), "")  # they have the same
         _conclude(self._plan, _tallies(messages), f"stream-{tag}-batch-{batchId}")
 
