@@ -6,7 +6,6 @@ role `admin` may do within its own mesh what an administering operator may do.
 
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -53,7 +52,6 @@ from postroom._wire.connections import Pool, url_dial
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import C, Change, F, L, Noun, P, Q, Result, T, W
-from postroom._wire.retry import retrying
 from postroom._wire.trace import Story
 from postroom._wire.transport import Calls, Peer, Transport
 
@@ -96,8 +94,7 @@ class BrokerClient(Calls):
         changes nothing and costs no unit of a rate limit.
         """
         query = AcceptedQuery(messages=list(messages))
-        ask = partial(self._transport.call, "POST", "/v1/accepted", AcceptResponse, body=query)
-        return (await retrying(ask, self._patience())).answers
+        return (await self._read("/v1/accepted", AcceptResponse, body=query)).answers
 
     async def create_mesh(self, slug: str) -> Mesh:
         """Create a mesh; raises `Conflict` where there is one of that name."""
@@ -229,8 +226,7 @@ class BrokerClient(Calls):
 
     async def start_job(self, wanted: StartJob) -> StartedJob:
         """Start a job of a flow, by its names; a start that is repeated under its id starts one job."""
-        begin = partial(self._transport.call, "POST", JOBS.path, StartedJob, body=wanted)
-        return await retrying(begin, self._patience())
+        return await self._repeat("POST", JOBS.path, StartedJob, body=wanted)
 
     async def explain(self, message: str) -> list[JobMessage]:
         """Return the role of a message for each activity of a job that it concerned; raises `NotFound`."""

@@ -7,17 +7,30 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Self
+from uuid import UUID
 
+import msgspec
 import pytest
 from aiohttp import web
 from support.waiting import until
 from support.wire import Serve, Talk
 
-from postroom import AsyncClient, Client, InvalidMessage, PostroomError, SendResult, TryAgain, Unavailable
+from postroom import (
+    AsyncClient,
+    BrokerClient,
+    Client,
+    InvalidMessage,
+    PostroomError,
+    SendResult,
+    TryAgain,
+    Unavailable,
+)
 from postroom._wire import connections
+from postroom._wire.jobs import StartJob
 
 Send = Callable[..., Awaitable[SendResult]]
 Reader = asyncio.StreamReader
@@ -28,6 +41,7 @@ ACCEPTED = b"HTTP/1.1 202 Accepted\r\nContent-Type: application/json\r\nContent-
     len(RESULT),
     RESULT,
 )
+JOB = StartJob(mesh="demo", flow="f", first="a", id=UUID(int=1), request=msgspec.Raw(b"{}"))
 LARGE = "x" * 4_000_000  # more than a socket takes at once
 
 
@@ -125,6 +139,40 @@ async def test_a_peer_that_closes_when_the_next_request_comes_is_asked_over_anot
         for _ in range(3):
             await client.send("topic:orders", "hello")
     assert peer.counts == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ask", "body"),
+    [
+        (lambda broker: broker.accepted([]), b'{"answers":[]}'),
+        (
+            lambda broker: broker.start_job(JOB),
+            b'{"id":"%b","mesh":"demo","flow":"f","started":true}' % str(JOB.id).encode(),
+        ),
+    ],
+)
+async def test_a_broker_that_closes_when_the_next_request_comes_is_asked_over_another_connection(
+    ask: Callable[[BrokerClient], Awaitable[object]], body: bytes
+) -> None:
+    closed = 0
+
+    async def late(reader: Reader, writer: Writer) -> None:
+        nonlocal closed
+        await read_request(reader)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        with suppress(asyncio.IncompleteReadError):  # at the end of the client
+            await read_request(reader)
+        writer.close()
+        await writer.wait_closed()
+        closed += 1
+
+    async with await asyncio.start_server(late, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with BrokerClient(url, "a token", patience=0) as broker:
+            for _ in range(3):
+                await ask(broker)
+        await until(lambda: closed == 3)
 
 
 @pytest.mark.parametrize("after", [b" ", ACCEPTED, b"HTTP/1.1 500 No\r\n"])
