@@ -142,6 +142,8 @@ async def test_one_log_says_what_was_done_at_the_broker_and_at_the_daemon(mailro
 
 async def test_a_log_without_one_of_its_parts_names_it_and_shows_the_rest(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
+    await user.run("mesh", "create", "halved")
+    await user.as_member("relay", "pause", "topic:halved", "--reason", "a test")
     without_broker = await user.run("log", "--url", "http://127.0.0.1:9", "--json")
     assert without_broker.code == 69
     assert "the log of the broker is missing" in without_broker.sentence()
