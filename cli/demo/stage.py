@@ -19,6 +19,7 @@ from rich.text import Text
 from cli.output import line
 from cli.stack import PageProgram, Stack
 from cli.stack.layout import MESH
+from embedded import EmbeddedServer
 from postroom.chassis.exits import Exit, Fatal
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
@@ -156,7 +157,11 @@ class HandledStack(Stack):
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state)
         self.consumer = ConsumerProgram(self, receiver)
-        self.programs.append(self.consumer)
+
+    @property
+    def programs(self) -> tuple[EmbeddedServer, ...]:
+        """Every process, each after those that it needs."""
+        return (*super().programs, self.consumer)
 
 
 class DemoStack(HandledStack):
@@ -165,7 +170,11 @@ class DemoStack(HandledStack):
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state, receiver)
         self.agent = AgentProgram(self)
-        self.programs.append(self.agent)
+
+    @property
+    def programs(self) -> tuple[EmbeddedServer, ...]:
+        """Every process, each after those that it needs."""
+        return (*super().programs, self.agent)
 
 
 class ConsumerProgram(PageProgram):
