@@ -360,6 +360,7 @@ class Network:
 def virtual_loop(chance: random.Random) -> Iterator[Loop]:
     """Lend a loop for one course of events; what still runs at the end is ended."""
     _ENTROPY[0] = random.Random(chance.random())
+    random.seed(_ENTROPY[0].random())  # what draws from the module itself
     loop = Loop(chance)
     asyncio.set_event_loop(loop)
     try:
