@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import structlog
 from aiohttp import web
@@ -20,7 +20,7 @@ from broker.programs import Health
 from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import LimitedServer, listening, remove, running, unix_listener
+from postroom.chassis.listener import listening, remove, running, unix_listener
 from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import (
@@ -99,9 +99,15 @@ async def serving(services: Services) -> AsyncIterator[str]:
     config = services.config
     tls = _tls(config)
     async with AsyncExitStack() as stack:
-        runner = await stack.enter_async_context(
-            running(build(services), lambda app: timed_server(app, services), _SHUTDOWN_SECONDS)
+        served = running(
+            build(services),
+            _SHUTDOWN_SECONDS,
+            most=min(config.max_connections, spare_descriptors()),
+            deadlines=config,
+            on_drop=lambda reason: services.metrics.dropped.labels(reason).inc(),
+            auto_decompress=False,
         )
+        runner = await stack.enter_async_context(served)
         if config.socket_path is None:
             yield await listening(runner, config.listen_host, config.listen_port, tls)
         else:
@@ -110,20 +116,6 @@ async def serving(services: Services) -> AsyncIterator[str]:
             sock.setblocking(False)
             await web.SockSite(runner, sock, ssl_context=tls).start()
             yield f"unix://{config.socket_path}"
-
-
-def timed_server(app: web.AppRunner, services: Services) -> LimitedServer:
-    """Return a server with deadlines for the application that `app` has set up; aiohttp's own has none."""
-    inner = cast(web.Server, app.server)
-    return LimitedServer(
-        inner.request_handler,
-        most=min(services.config.max_connections, spare_descriptors()),
-        deadlines=services.config,
-        on_drop=lambda reason: services.metrics.dropped.labels(reason).inc(),
-        request_factory=inner.request_factory,
-        access_log=None,
-        auto_decompress=False,
-    )
 
 
 def _tls(config: BrokerConfig) -> ssl.SSLContext | None:

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final
 
 import structlog
-from aiohttp import web
 
 from console.app import build
 from console.config import ConsoleConfig, load_config
@@ -17,19 +16,9 @@ from console.sessions import Sessions
 from postroom.chassis import logs, runtime
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import LimitedServer, listening, running
+from postroom.chassis.listener import PageDeadlines, listening, running
 
 _log = structlog.get_logger(__name__)
-
-
-class _Deadlines(NamedTuple):
-    """How slow a browser may be, in seconds."""
-
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    stall_seconds: float = 30.0
-    idle_seconds: float = 75.0
-
 
 _SHUTDOWN_SECONDS: Final = 1.0  # for answers at work; a live page is cut off, and its browser reconnects
 
@@ -41,7 +30,14 @@ async def run(config: ConsoleConfig) -> Exit:
     runtime.stop_on_signals(stop)
     async with AsyncExitStack() as stack:
         sessions = await stack.enter_async_context(Sessions(config))
-        runner = await stack.enter_async_context(running(build(config, sessions), timed_server, _SHUTDOWN_SECONDS))
+        served = running(
+            build(config, sessions),
+            _SHUTDOWN_SECONDS,
+            most=runtime.spare_descriptors(),
+            deadlines=PageDeadlines(),
+            on_drop=lambda reason: _log.info("connection_dropped", reason=reason),
+        )
+        runner = await stack.enter_async_context(served)
         url = await listening(runner, config.listen_host, config.listen_port)
         _log.info("listening", url=url, broker=config.broker_url)
         runtime.notify(f"READY=1\nSTATUS=on {url}")
@@ -51,19 +47,6 @@ async def run(config: ConsoleConfig) -> Exit:
         await runtime.run_until_stopped(tasks, stop)
         runtime.notify("STOPPING=1")
     return Exit.OK
-
-
-def timed_server(app: web.AppRunner) -> LimitedServer:
-    """Return a server with deadlines for the application that `app` has set up."""
-    inner = cast(web.Server, app.server)
-    return LimitedServer(
-        inner.request_handler,
-        most=runtime.spare_descriptors(),
-        deadlines=_Deadlines(),
-        on_drop=lambda reason: _log.info("connection_dropped", reason=reason),
-        request_factory=inner.request_factory,
-        access_log=None,
-    )
 
 
 def main(config_file: Path | None) -> int:

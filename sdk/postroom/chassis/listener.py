@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol, cast
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
 
 import structlog
 from aiohttp import web
@@ -203,6 +203,15 @@ class Deadlines(Protocol):
     @property
     def idle_seconds(self) -> float:
         """Time that a connection may idle; aiohttp itself enforces it."""
+
+
+class PageDeadlines(NamedTuple):
+    """How slow a reader of pages may be, in seconds."""
+
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    stall_seconds: float = 30.0
+    idle_seconds: float = 75.0
 
 
 class TimedConnection(RequestHandler):
@@ -439,17 +448,33 @@ class LimitedServer(TimedServer):
 
 @asynccontextmanager
 async def running(
-    app: web.Application, make_server: Callable[[web.AppRunner], TimedServer], shutdown_seconds: float
+    app: web.Application,
+    shutdown_seconds: float,
+    *,
+    most: int,
+    deadlines: Deadlines,
+    on_drop: Callable[[str], None],
+    **options: Any,
 ) -> AsyncIterator[web.ServerRunner]:
-    """Run an application on a server that drops the connections of peers that are too slow.
+    """Run an application on a server of `most` connections, which drops those of peers that are too slow.
 
-    At the end the requests at work have `shutdown_seconds` to finish.
+    Each that is dropped is passed to `on_drop`, with the reason; `options` are aiohttp's. At the end the requests at
+    work have `shutdown_seconds` to finish.
     """
     prepared = web.AppRunner(app, handle_signals=False)
     await prepared.setup()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(prepared.cleanup)
-        server = make_server(prepared)
+        inner = cast(web.Server, prepared.server)
+        server = LimitedServer(
+            inner.request_handler,
+            most=most,
+            deadlines=deadlines,
+            on_drop=on_drop,
+            request_factory=inner.request_factory,
+            access_log=None,
+            **options,
+        )
         runner = web.ServerRunner(server, shutdown_timeout=shutdown_seconds)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol
 
 import structlog
 from aiohttp import web
@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.agent import agent_name
 from postroom.chassis import logs, runtime, tracing
-from postroom.chassis.listener import LimitedServer, listening, running
+from postroom.chassis.listener import PageDeadlines, listening, running
 from postroom.chassis.postgres import Pool, letting_go
 from postroom.chassis.routes import exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
@@ -41,15 +41,6 @@ _LOOK_SECONDS: Final = 0.02
 _PAGE_CONNECTIONS: Final = 64
 _PAGE_SECONDS: Final = 1.0  # for answers at work
 _LEAVE_SECONDS: Final = 10.0  # after `stop_seconds`: to close connections, which takes 5 at most, and stores
-
-
-class _PageDeadlines(NamedTuple):
-    """How slow who reads the page may be, in seconds."""
-
-    header_seconds: float = 10.0
-    body_seconds: float = 10.0
-    stall_seconds: float = 30.0
-    idle_seconds: float = 75.0
 
 
 class Part(Protocol):
@@ -196,21 +187,16 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
     app.router.add_get("/health", health)
     app.router.add_get("/ready", health)
     app.router.add_get("/metrics", scrape)
-    async with running(app, _page_server, _PAGE_SECONDS) as runner:
-        yield await listening(runner, host, port)
-
-
-def _page_server(app: web.AppRunner) -> LimitedServer:
-    """Return the server of the page, which leaves the descriptors of the process to its work."""
-    inner = cast(web.Server, app.server)
-    return LimitedServer(
-        inner.request_handler,
+    # the descriptors of the process are for its work
+    served = running(
+        app,
+        _PAGE_SECONDS,
         most=_PAGE_CONNECTIONS,
-        deadlines=_PageDeadlines(),
+        deadlines=PageDeadlines(),
         on_drop=lambda reason: _log.debug("connection_dropped", reason=reason),
-        request_factory=inner.request_factory,
-        access_log=None,
     )
+    async with served as runner:
+        yield await listening(runner, host, port)
 
 
 async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
