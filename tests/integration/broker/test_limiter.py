@@ -178,14 +178,18 @@ async def test_a_redis_that_refuses_to_write_is_quoted_until_it_writes_again(
 ) -> None:
     config = limited(on_own_redis, on_error=on_error, breaker_seconds=0.001)
     async with start_broker(config) as broker, Redis.from_url(own_redis.url) as redis:
-        await redis.config_set("maxmemory", 1)
-        for _ in range(2):
-            ready = await broker.nobody.get("/ready")
-            assert ready.status == status
-            assert ready.body["reasons"][0].startswith("Redis refuses a command (command not allowed when used memory")
 
-        await redis.config_set("maxmemory", 0)
-        assert (await broker.nobody.get("/ready")).body == {"status": "ok", "reasons": []}
+        async def ready() -> Any:
+            return await broker.nobody.get("/ready")
+
+        await redis.config_set("maxmemory", 1)  # a unit that the broker took at its start holds for its second
+        await until_so(ready, holds=lambda answer: answer.body["reasons"] and answer.status == status)
+        again = await ready()
+        assert again.status == status
+        assert again.body["reasons"][0].startswith("Redis refuses a command (command not allowed when used memory")
+
+        await redis.config_set("maxmemory", 0)  # Redis is asked again after a rest
+        await until_so(ready, holds=lambda answer: answer.body == {"status": "ok", "reasons": []})
 
 
 async def test_closed_means_that_new_messages_wait_and_accepted_ones_are_still_answered(
