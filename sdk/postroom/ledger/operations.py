@@ -74,8 +74,8 @@ async def start(connection: Connection, job: Start) -> bool:
     except asyncpg.CheckViolationError as error:
         detail = f"there is no mesh {mesh!r}: a mesh's name is {MESH.words}"
         raise InvalidMessage.of("invalid_name", detail, field="mesh") from error
-    except asyncpg.DataError as error:
-        why = str(getattr(error, "detail", None) or error).rstrip(".")
+    except (asyncpg.DataError, asyncpg.ProgramLimitExceededError) as error:
+        why = str(error.detail or error).partition("\n")[0].rstrip(".")  # a hint follows on lines of its own
         detail = f"Postgres cannot store the request ({why}): pass another"
         raise InvalidMessage.of("invalid_request", detail) from error
     except Duplicate:

@@ -168,7 +168,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["start", f"{NAME}:nothing"], 78, "there is no nothing in"),
         (["start", f"{NAME}:unfinished"], 78, "has no activity"),
         (["start", f"{NAME}:flow", "--request", "{"], 2, "the request is not JSON"),
-        (["start", f"{NAME}:flow", "--request", "[" * 10_000], 2, "the request is nested too deeply"),
+        (["start", f"{NAME}:flow", "--request", "[" * 100_000], 2, "the request is nested too deeply"),
         (["start", f"{NAME}:flow", "--request", '"\\ud800"'], 2, r"\ud800 is half of a surrogate pair"),
         (["start", f"{NAME}:flow", "--request", '{"day": 1, "day": 2}'], 2, "the key 'day' is given twice"),
         (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, r"(\u0000 cannot be converted to text)"),

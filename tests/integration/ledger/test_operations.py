@@ -401,6 +401,8 @@ async def test_what_cannot_be_kept_is_refused_with_a_sentence(jobs: Jobs) -> Non
         await start(jobs.connection, job._replace(context="No Such"))
     with pytest.raises(InvalidMessage, match="Postgres cannot store the request"):
         await start(jobs.connection, job._replace(request='"\\u0000"'))
+    with pytest.raises(InvalidMessage, match=r"cannot store the request \(stack depth limit exceeded\): pass another"):
+        await start(jobs.connection, job._replace(request="[" * 50_000 + "]" * 50_000))
     with pytest.raises(NotFound):
         await show_job(jobs.connection, job.job)
 
