@@ -5,7 +5,7 @@ are in streams alone, and a replay is published: both need NATS. Without it only
 """
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Final
 
 import msgspec
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
-from broker.database import Database
+from broker.database import Database, unavailable_as_503
 from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Nats, check_mesh, keep_lines
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
@@ -30,8 +30,8 @@ from postroom._wire.dead_letters import (
 from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, StoredLetter, count_letters
-from postroom.errors import NotFound, PostroomError, Problem
+from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, Outcome, StoredLetter, count_letters
+from postroom.errors import NotFound, PostroomError, Problem, TryAgain
 
 _MOST_LETTERS: Final = 100_000  # that one request for causes reads: a few seconds
 _MOST_CAUSES: Final = 100
@@ -96,7 +96,18 @@ class DeadLetters:
                 if asked.dry_run:
                     done = [_shown(stored) for stored in found]
                 else:
-                    for stored, outcome in await letters.settle(verb, found, why=asked.reason):
+                    outcomes = dict[str, Outcome]()
+                    try:
+                        async with (
+                            unavailable_as_503(),
+                            aclosing(letters.settle(verb, found, why=asked.reason)) as parts,
+                        ):
+                            async for part in parts:
+                                outcomes |= part
+                    except TryAgain as error:  # the caller would repeat a 503, and be refused what was settled before
+                        outcomes = {stored.id: error for stored in found} | outcomes
+                    for stored in found:
+                        outcome = outcomes[stored.id]
                         if isinstance(outcome, PostroomError):
                             failed.append(Failure(id=stored.id, problem=outcome.problem))
                         else:

@@ -15,7 +15,7 @@ from aiohttp import web
 from nats.js import JetStreamContext
 
 from broker.authentication import PRINCIPAL, any_mesh
-from broker.database import QUERIES, Database
+from broker.database import QUERIES, Database, unavailable_as_503
 from broker.limiter import Breaker
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
@@ -105,12 +105,16 @@ def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> l
 async def each(
     things: Iterable[S], effect: Callable[[S], Awaitable[T]], name: Callable[[S], str]
 ) -> tuple[list[T], list[Failure]]:
-    """Apply an effect to each thing in turn; return the results, and the failures with their reasons."""
+    """Apply an effect to each thing in turn; return the results, and the failures with their reasons.
+
+    A Postgres that fails is a reason too: the caller would repeat a 503, and be refused what was done by then.
+    """
     done: list[T] = []
     failed: list[Failure] = []
     for thing in things:
         try:
-            done.append(await effect(thing))
+            async with unavailable_as_503():
+                done.append(await effect(thing))
         except PostroomError as error:
             failed.append(Failure(id=name(thing), problem=error.problem))
     return done, failed

@@ -122,14 +122,12 @@ def change_all(
             show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
 
 
-def write_each(
-    portions: Iterable[Portion], verb: str, done_as: str, change: Change, *, things: str, named: bool = True
-) -> None:
-    """Write each thing that is `done_as` now, or would be, and why others failed, perhaps `named`; exit code 1 then."""
+def write_each(portions: Iterable[Portion], verb: str, done_as: str, change: Change, *, things: str) -> None:
+    """Write each thing that is `done_as` now, or would be, and why which others failed; exit code 1 then."""
     done = failed = 0
     for portion in portions:
         for id_, problem in portion.failed.items():
-            note(f"{id_}: {problem.detail}" if named else problem.detail)
+            note(problem.detail if id_ in problem.detail else f"{id_}: {problem.detail}")
         for one in portion.done:
             id_ = _id(one)
             as_said = {"id": id_, "done": None if change.dry_run else verb}

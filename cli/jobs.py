@@ -308,7 +308,7 @@ def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, r
     named = [str(_uuid(each)) for each in ids]
     ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
     portions = change_all("job", verb, named, change, ask)
-    write_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs", named=False)
+    write_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs")
 
 
 for _verb, _table in JOBS.verbs.items():

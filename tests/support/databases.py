@@ -21,6 +21,19 @@ from embedded.processes import processes_in
 # Lets every accept stand still, in the transaction of a test, where it is about to take its numbers.
 HOLD_NUMBERS = "SELECT pg_advisory_xact_lock(hashtext('postroom.history.numbers'), id) FROM mesh.mesh"
 
+END_SESSION = """
+CREATE SEQUENCE public.ended_sessions;
+CREATE FUNCTION public.end_session() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+  IF nextval('public.ended_sessions') = 1 THEN  -- which no rollback takes back
+    PERFORM pg_terminate_backend(pg_backend_pid());
+  END IF;
+  RETURN NEW;
+END $$;
+CREATE TRIGGER end_session BEFORE INSERT ON mesh.operator_log
+  FOR EACH ROW WHEN (NEW.key = '{key}') EXECUTE FUNCTION public.end_session();
+"""
+ENDED = "DROP FUNCTION public.end_session CASCADE; DROP SEQUENCE public.ended_sessions"
+
 
 def migrated_database(server: EmbeddedPostgres, name: str, migrate: Callable[[str], Awaitable[object]]) -> str:
     """Make the database `name` in a fixture of the session, migrated; returns its address."""
@@ -59,6 +72,26 @@ def frozen(server: EmbeddedPostgres) -> Iterator[None]:
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def ending_session(url: str, key: str) -> Iterator[None]:
+    """Let Postgres end the session, once, in which the operator log of `url` gets a line of the key."""
+
+    def run(statement: str) -> None:
+        async def work() -> None:
+            connection = await asyncpg.connect(url)
+            await connection.execute(statement)
+            await connection.close()
+
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            runner.run(work())
+
+    run(END_SESSION.format(key=key))
+    try:
+        yield
+    finally:
+        run(ENDED)
 
 
 async def create(server: EmbeddedPostgres, name: str, template: str = "template1") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
-from support.databases import migrated_database
+from support.databases import ending_session, migrated_database
 from support.jetstream import DURABLE, Context, Script
 from support.operated import operated_broker
 from support.terminal import Terminal
@@ -214,6 +214,27 @@ def test_a_letter_that_was_settled_meanwhile_keeps_no_other(station: Station) ->
     assert "a: there is no dead letter 'a'" in dropped.err
     assert station.letters() == []
     assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "again").code == 3
+
+
+@pytest.mark.parametrize(("verb", "done"), [("replay", "replayed"), ("drop", "dropped")])
+def test_of_letters_that_a_postgres_which_fails_left_the_others_are_said_to_be_settled(
+    station: Station, monkeypatch: pytest.MonkeyPatch, verb: str, done: str
+) -> None:
+    monkeypatch.setattr("postroom.delivery.dead_letters.operations._TOGETHER", 1)
+    station.bury("a", "b", "c")
+    _, second, third = (letter["id"] for letter in station.letters())
+    asked = ("dlq", verb, "--all", "--reason", "fixed", "--yes")
+    with ending_session(station.database, f"{station.name} {second}"):
+        cut_off = station.user.run(*asked)
+    assert (cut_off.code, cut_off.out) == (1, f"1 {done}, 2 failed\n")
+    assert [text.partition(": ")[0] for text in cut_off.err.splitlines() if "cannot reach its database" in text] == [
+        second,
+        third,
+    ]
+    assert [letter["id"] for letter in station.letters()] == [second, third]
+
+    assert station.user.run(*asked).out == f"2 {done}, 0 failed\n"
+    assert [note["message_id"] for note in station.user.run("dlq", "log", "--json").json] == ["a", "b", "c"]
 
 
 def test_a_second_replay_finds_nothing_to_send(station: Station) -> None:

@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from support.databases import migrated_database
+from support.databases import ending_session, migrated_database
 from support.ledgers import LEASE, Jobs
 from support.operated import operated_broker
 from support.terminal import Terminal
@@ -292,6 +292,16 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     assert outcome.out == f"{jobs[0]} retried\n{jobs[2]} retried\n"
     assert "it must be failed, and is running" in outcome.err
     assert [office.state(job) for job in jobs] == ["running"] * 3
+
+
+def test_of_jobs_that_a_postgres_which_fails_left_the_others_are_said_to_be_retried(office: Office) -> None:
+    jobs = [str(office.failed()) for _ in range(3)]
+    with ending_session(office.url, f"sea {jobs[1]}"):
+        cut_off = office.user.run("jobs", "retry", *jobs, "--reason", "mended", "--yes")
+    assert (cut_off.code, cut_off.out) == (1, f"{jobs[0]} retried\n")
+    for left in jobs[1:]:
+        assert f"{left}: the broker cannot reach its database: try again" in cut_off.err
+    assert [office.state(job) for job in jobs] == ["running", "failed", "failed"]
 
 
 def test_jobs_that_a_filter_means_are_shown_first_and_changed_with_all(office: Office) -> None:

@@ -224,14 +224,10 @@ class LetterOperations:
 
     async def settle(
         self, verb: str, letters: Sequence[StoredLetter], *, why: str
-    ) -> list[tuple[StoredLetter, Outcome]]:
-        """Do a verb to letters, which settles them and deletes their payloads; return each with what became of it."""
-        settled: list[tuple[StoredLetter, Outcome]] = []
+    ) -> AsyncGenerator[dict[str, Outcome], None]:
+        """Do a verb to letters, which settles them and deletes their payloads; yield what became of some at a time."""
         for begin in range(0, len(letters), _TOGETHER):
-            some = letters[begin : begin + _TOGETHER]
-            outcomes = await self._settle_together(verb, some, why)
-            settled += [(stored, outcomes[stored.id]) for stored in some]
-        return settled
+            yield await self._settle_together(verb, letters[begin : begin + _TOGETHER], why)
 
     async def _settle_together(self, verb: str, some: Sequence[StoredLetter], why: str) -> dict[str, Outcome]:
         connection, outcomes, act = self._connection, dict[str, Outcome](), DEAD_LETTERS.verbs[verb].done
