@@ -58,6 +58,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return runner.run(main)
         except SystemExit as error:
             detail = f"a task or a callback that users' code left behind raised {located(error)}"
+            _log.error("loop_ended", detail=detail)
+            end_within(2 * _CLEAN_UP_SECONDS, Exit.FAILED)
+            runner.run(end(asyncio.all_tasks(runner.get_loop())))
             raise Fatal(Exit.FAILED, f"{detail}: correct it there, and await what is begun") from error
 
 

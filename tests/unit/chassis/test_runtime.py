@@ -116,6 +116,42 @@ def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
     assert said == b"postroom: users' code does not end: the process ends without it (threads: none)\n"
 
 
+LEFT_BEHIND = """
+import asyncio, sys
+from postroom.chassis import runtime
+from postroom.chassis.exits import Fatal
+
+runtime._CLEAN_UP_SECONDS = 0.1
+
+async def looping(cancellations: int) -> None:
+    while cancellations:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancellations -= 1
+
+async def main() -> None:
+    loop = asyncio.get_running_loop()
+    left = [loop.create_task(looping(int(sys.argv[1])))]
+    await asyncio.sleep(0)
+    loop.call_soon(sys.exit)
+    await asyncio.Event().wait()
+
+try:
+    runtime.run(main())
+except Fatal as fatal:
+    sys.exit(fatal.report("test"))
+"""
+
+
+@pytest.mark.parametrize("cancellations", [2, 1_000_000])
+def test_what_ends_the_loop_ends_the_process_whatever_other_tasks_do_and_is_reported(cancellations: int):
+    command = [sys.executable, "-c", LEFT_BEHIND, str(cancellations)]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert b"a task or a callback that users' code left behind raised SystemExit" in ended.stdout + ended.stderr
+
+
 async def test_a_hangup_stops_no_program_that_ignores_it():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup(1) does
     try:
