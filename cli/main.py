@@ -14,7 +14,7 @@ from cli.message import parse_send, send_one
 from cli.output import printable
 from postroom._wire.words import not_text
 from postroom.chassis import collect_rarely
-from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams, write_last
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader of the output closed it, as `head` does
@@ -142,7 +142,7 @@ def say(end: Ending) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has nowhere to go
         if end.sentence is None:
             end = ending(error)
-    if end.sentence:
-        head = "" if end.sentence.startswith("Usage:") else "postroom: "
-        print(head + printable(end.sentence), file=sys.stderr, flush=True)  # noqa: T201
+    sentence = end.sentence or ""
+    head = "" if sentence.startswith("Usage:") else "postroom: "
+    write_last(f"{head}{printable(sentence)}\n" if sentence else "")
     return int(end.exit_code)

@@ -256,8 +256,8 @@ def submitted(name: str) -> NoReturn:
     try:
         outcome = run_by_name(name, sys.argv[1:])
     except (Fatal, PostroomError) as error:
-        sys.stderr.write(f"{name}: {error}\n")
-        sys.exit(error.exit_code if isinstance(error, Fatal) else EXIT_OF.get(type(error).__name__, Exit.FAILED))
+        code = error.exit_code if isinstance(error, Fatal) else EXIT_OF.get(type(error).__name__, Exit.FAILED)
+        sys.exit(Fatal(code, str(error)).report(name))
     for fact, value in outcome.facts.items():
         sys.stdout.write(f"{fact}: {value}\n")
     sys.exit(Exit.FAILED if outcome.failed else Exit.OK)

@@ -45,10 +45,22 @@ class Fatal(Exception):
         self.exit_code = exit_code
 
     def report(self, program: str) -> int:
-        """Write what ended `program` to standard error; returns the exit code."""
+        """Write what ended `program` to standard error, if that can be written; returns the exit code."""
         replace_closed_streams()
-        sys.stderr.write(f"{program}: {self}\n")
+        write_last(f"{program}: {self}\n")
         return int(self.exit_code)
+
+
+def write_last(text: str) -> None:
+    """Write to standard error at the end of the process, if that can be written.
+
+    What it cannot write, as on a full disk, it drops, since Python would end with 120 in place of the exit code.
+    """
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def replace_closed_streams() -> None:

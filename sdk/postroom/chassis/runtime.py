@@ -28,7 +28,7 @@ import uvloop
 import postroom
 from postroom._wire.programs import MAX_LINE, MAX_REASONS, REPORT_SECONDS, Report, Status
 from postroom.chassis import collect_rarely
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal, write_last
 from postroom.chassis.handlers import end_within, located
 from postroom.errors import PostroomError
 
@@ -53,15 +53,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         limit = f"its limit on open files is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
         advice = "raise it with `ulimit -n 1024`, or LimitNOFILE= of its unit"
         raise Fatal(Exit.CONFIG, f"{limit}, and it needs more than {_DESCRIPTORS_KEPT}: {advice}")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(main)
-        except SystemExit as error:
-            detail = f"a task or a callback that users' code left behind raised {located(error)}"
-            _log.error("loop_ended", detail=detail)
-            end_within(2 * _CLEAN_UP_SECONDS, Exit.FAILED)
-            runner.run(end(asyncio.all_tasks(runner.get_loop())))
-            raise Fatal(Exit.FAILED, f"{detail}: correct it there, and await what is begun") from error
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                return runner.run(main)
+            except SystemExit as error:
+                detail = f"a task or a callback that users' code left behind raised {located(error)}"
+                _log.error("loop_ended", detail=detail)
+                end_within(2 * _CLEAN_UP_SECONDS, Exit.FAILED)
+                runner.run(end(asyncio.all_tasks(runner.get_loop())))
+                raise Fatal(Exit.FAILED, f"{detail}: correct it there, and await what is begun") from error
+    finally:
+        write_last("")  # of the log
 
 
 def spare_descriptors() -> int:

@@ -184,6 +184,12 @@ def test_what_a_command_found_is_not_in_its_exit_code_alone_where_it_cannot_be_w
         assert (ended.code, ended.sentence()[:24]) == (74, "standard input or output"), redirection
 
 
+@pytest.mark.parametrize(("command", "code"), [("outbox inspect nowhere", 3), ("worker run --config /nowhere", 78)])
+def test_an_error_that_cannot_be_written_keeps_its_code(command: str, code: int, shared_daemon: LoneDaemon) -> None:
+    terminal = Terminal(shared_daemon.socket)
+    assert [terminal.shell(f"postroom {command} {where}").code for where in ("", "2>/dev/full", "2>&-")] == [code] * 3
+
+
 def test_a_message_is_kept_even_where_its_receipt_cannot_be_written(shared_daemon: LoneDaemon) -> None:
     terminal = Terminal(shared_daemon.socket)
     for number, redirection in enumerate((">/dev/full", ">&-", "2>&-", ">&- 2>&- <&-")):

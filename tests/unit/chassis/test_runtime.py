@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +151,24 @@ def test_what_ends_the_loop_ends_the_process_whatever_other_tasks_do_and_is_repo
     ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert b"a task or a callback that users' code left behind raised SystemExit" in ended.stdout + ended.stderr
+
+
+UNWRITTEN = """
+import structlog
+from postroom.chassis import logs, runtime
+
+async def main() -> None:
+    structlog.get_logger().info("lost")
+
+logs.configure()
+runtime.run(main())
+"""
+
+
+def test_a_program_whose_log_cannot_be_written_ends_as_it_would_with_one():
+    command, environment = [sys.executable, "-c", UNWRITTEN], os.environ | {"PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.run(command, env=environment, stderr=full, check=False).returncode == 0
 
 
 async def test_a_hangup_stops_no_program_that_ignores_it():
