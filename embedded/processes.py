@@ -1,7 +1,8 @@
 """Processes that another process may have started: their identity, their pid file, and how to end no other.
 
 A pid does not identify a process, since the kernel reuses it. So a pid file holds the pid, when that process started,
-and its boot; nothing is signalled unless all three agree.
+and its boot; nothing is signalled unless all three agree. It also holds which directory it is in: one that came with a
+copy of a directory names nobody, since nothing was started from the copy.
 """
 
 import math
@@ -51,16 +52,16 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
-        """Return what a pid file says; None where it is missing or was cut short by a crash."""
+        """Return what a pid file says; None where it is missing, was cut short by a crash, or came with a copy."""
         try:
-            pid, started, boot = file.read_text("utf-8").split()
-            return cls(int(pid), int(started), boot)
+            pid, started, boot, place = file.read_text("utf-8").split()
+            return cls(int(pid), int(started), boot) if place == _place(file) else None
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
     def write(self, file: Path) -> None:
         """Write the pid file in one step, so that no reader sees half of it."""
-        replace_private(file, f"{self.pid} {self.started} {self.boot}\n")
+        replace_private(file, f"{self.pid} {self.started} {self.boot} {_place(file)}\n")
 
     @property
     def alive(self) -> bool:
@@ -102,6 +103,12 @@ class ProcessIdentity(NamedTuple):
     def end(self, *steps: tuple[signal.Signals, float]) -> bool:
         """Send each signal in turn and wait its seconds, until the process has ended; return whether it has."""
         return any(not self.send(number) or self.wait(seconds) for number, seconds in steps)
+
+
+def _place(file: Path) -> str:
+    """Identify the directory of a file, whatever its name is by now."""
+    status = file.parent.stat()
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def wait_for_any(processes: Iterable[ProcessIdentity], seconds: float | None = None) -> None:

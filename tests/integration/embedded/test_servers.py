@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,17 @@ def test_another_process_stops_what_the_directory_started(server: EmbeddedServer
     process = running(server)
     type(server)(server.directory).stop()
     assert not process.alive
+
+
+def test_a_copy_of_its_directory_stops_nothing(server: EmbeddedServer) -> None:
+    server.start()
+    process = running(server)
+    copy = type(server)(server.directory.with_name("copy"))
+    copy.directory.mkdir()
+    shutil.copy2(server.pid_file, copy.pid_file)
+    assert copy.process is None
+    copy.stop()
+    assert process.alive
 
 
 def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(server: EmbeddedServer) -> None:

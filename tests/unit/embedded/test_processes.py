@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -23,7 +24,18 @@ def test_a_pid_file_gives_back_the_identity_it_was_written_with(tmp_path: Path) 
     assert ProcessIdentity.read(tmp_path / "me.pid") == me()
 
 
-@pytest.mark.parametrize("text", ["", "12", "12 34", "a b c", "1 2 3 4"])
+def test_a_pid_file_names_nobody_in_a_copy_of_its_directory_and_the_same_process_where_that_was_moved(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "here").mkdir()
+    me().write(tmp_path / "here" / "me.pid")
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert ProcessIdentity.read(tmp_path / "copy" / "me.pid") is None
+    assert ProcessIdentity.read(tmp_path / "there" / "me.pid") == me()
+
+
+@pytest.mark.parametrize("text", ["", "12", "12 34", "1 2 3", "a b c d", "1 2 3 4"])
 def test_a_broken_pid_file_names_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.pid").write_text(text)
     assert ProcessIdentity.read(tmp_path / "x.pid") is None
