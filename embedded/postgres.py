@@ -144,7 +144,7 @@ class EmbeddedPostgres(EmbeddedServer):
                     f"{self.data_directory} belongs to uid {owner}, but Postgres would run as uid {wanted}: "
                     "start as the user that created it, or choose another directory"
                 )
-            # Remove the lock file of a Postgres that was killed, once the last of its children has ended. Postgres
+            # Remove the lock files of a Postgres that was killed, once the last of its children has ended. Postgres
             # would take another process with the old pid for itself and refuse to start; and without waiting for the
             # children, two generations could write the same files.
             if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
@@ -152,7 +152,8 @@ class EmbeddedPostgres(EmbeddedServer):
                 raise EmbeddedError(
                     f"processes that this directory did not start use {self.data_directory}: pid {pids}"
                 )
-            (self.data_directory / "postmaster.pid").unlink(missing_ok=True)
+            for lock in (self.data_directory / "postmaster.pid", self.socket_directory / f"{_SOCKET}.lock"):
+                lock.unlink(missing_ok=True)
         else:
             self._create_cluster(account)
         self._write_config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 from embedded import EmbeddedError, EmbeddedPostgres, postgres
 from embedded.postgres import postgres_home, unprivileged_account
-from embedded.processes import ProcessIdentity
+from embedded.processes import ProcessIdentity, tethered
+from embedded.server import wait_until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has to give up privileges")
 
@@ -55,16 +57,22 @@ async def test_the_role_may_end_an_autovacuum_of_a_database_that_it_drops(server
     await connection.close()
 
 
-def test_a_lock_file_that_names_a_stranger_is_no_obstacle(server: EmbeddedPostgres) -> None:
+@pytest.mark.parametrize("name", ["data/postmaster.pid", "run/.s.PGSQL.5432.lock"])
+def test_a_lock_file_that_names_a_stranger_is_no_obstacle(server: EmbeddedPostgres, name: str) -> None:
     server.start()
     process = server.process
     assert process is not None
-    lock = server.data_directory / "postmaster.pid"
+    lock = server.directory / name
     left = lock.read_text()
     server.stop()
-    lock.write_text(left.replace(str(process.pid), str(os.getpid()), 1))
-    server.start()
-    assert server.process is not None
+    with subprocess.Popen(tethered(["/bin/sleep", "600"], account=unprivileged_account())) as stranger:
+        try:
+            assert wait_until(lambda: Path(f"/proc/{stranger.pid}/comm").read_text() == "sleep\n", 20)
+            lock.write_text(left.replace(str(process.pid), str(stranger.pid), 1))
+            server.start()
+            assert server.process is not None
+        finally:
+            stranger.kill()
 
 
 def test_a_postgres_that_lost_its_pid_file_is_not_started_twice(
