@@ -113,7 +113,7 @@ class Administration:
             mesh_id = await _hold_mesh(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
-                raise _exists("member", wanted.name, " (a revoked member keeps its name)")
+                raise _exists("member", wanted.name, with_token=True)
         return json_response(api.MemberToken(mesh=mesh, name=wanted.name, role=wanted.role, token=token), 201)
 
     async def list_members(self, request: web.Request) -> web.Response:
@@ -150,7 +150,8 @@ class Administration:
                 if not keep or not await connection.fetchval(QUERIES["has_member"], mesh_id, name):
                     raise missing("member", name)
                 sentence = (
-                    f"the member {name} has two tokens already: `postroom member retire-token {name}` ends the old one"
+                    f"the member {name} has two tokens already: `postroom member retire-token {name}` ends the old "
+                    f"one; if the new one was lost, `postroom member rotate-token {name}` replaces both"
                 )
                 raise Conflict.of("two_tokens", sentence)
         self._authentication.forget()
@@ -275,7 +276,7 @@ class Operators:
             mesh_id = None if wanted.mesh is None else await _hold_mesh(connection, wanted.mesh)
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
-                raise _exists("operator", wanted.name, " (a revoked operator keeps its name)")
+                raise _exists("operator", wanted.name, with_token=True)
         made = api.OperatorToken(name=wanted.name, role=wanted.role, mesh=wanted.mesh, token=token)
         return json_response(made, 201)
 
@@ -394,5 +395,9 @@ async def _hold_subscription(connection: Connection, mesh: str, topic: str, memb
     return topic_id, await _there("member", member, connection, QUERIES["hold_member"], mesh_id, member)
 
 
-def _exists(noun: str, name: str, why: str = "") -> Conflict:
-    return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already{why}: choose another name, or use that one")
+def _exists(noun: str, name: str, *, with_token: bool = False) -> Conflict:
+    detail = f"the {noun} {name} exists already: choose another name, or use that one"
+    if with_token:  # as the caller may have created it, by a request whose answer was lost
+        detail += f" (a revoked {noun} keeps its name); if its token was lost, `postroom {noun} rotate-token {name}` "
+        detail += "issues another"
+    return Conflict.of(f"{noun}_exists", detail)

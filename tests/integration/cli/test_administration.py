@@ -240,6 +240,29 @@ async def test_a_token_is_replaced_with_an_overlap(mailroom: Mailroom) -> None:
     assert (await user.run("member", "retire-token", "yara", "--mesh", "demo", "--yes")).code == 3
 
 
+@pytest.mark.parametrize(
+    ("noun", "options"), [("member", ["--mesh", "demo"]), ("operator", ["--role", "look"])], ids=["member", "operator"]
+)
+async def test_a_creation_whose_token_was_lost_is_gone_on_with(
+    noun: str, options: list[str], mailroom: Mailroom
+) -> None:
+    """One that was interrupted, or whose answer was, and that is typed again."""
+    user, name = Administrator(mailroom), f"lost-{noun}"
+    await user.run(noun, "create", name, *options)
+    again = await user.run(noun, "create", name, *options)
+    advice = f"if its token was lost, `postroom {noun} rotate-token {name}` issues another"
+    assert (again.code, advice in again.sentence()) == (4, True)
+
+
+async def test_a_second_token_that_was_lost_is_not_the_one_that_stays(mailroom: Mailroom) -> None:
+    """To retire the old one, which is in use, would leave a token that nobody knows."""
+    user = Administrator(mailroom)
+    await user.run("member", "create", "walt", "--mesh", "demo")
+    await user.run("member", "rotate-token", "walt", "--mesh", "demo", "--keep-old")
+    again = await user.run("member", "rotate-token", "walt", "--mesh", "demo", "--keep-old")
+    assert "if the new one was lost, `postroom member rotate-token walt` replaces both" in again.sentence()
+
+
 async def test_no_token_is_issued_where_it_could_not_be_kept(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
     user.admin.environment["PYTHONDONTWRITEBYTECODE"] = "1"  # whose files would be cut off too
