@@ -5,7 +5,7 @@ are in streams alone, and a replay is published: both need NATS. Without it only
 """
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Final
 
 import msgspec
@@ -98,17 +98,13 @@ class DeadLetters:
                 else:
                     outcomes = dict[str, Outcome]()
                     try:
-                        async with (
-                            unavailable_as_503(),
-                            aclosing(letters.settle(verb, found, why=asked.reason)) as parts,
-                        ):
-                            async for part in parts:
-                                outcomes |= part
+                        async with unavailable_as_503():
+                            async for stored, outcome in letters.settle(verb, found, why=asked.reason):
+                                outcomes[stored.id] = outcome
                     except TryAgain as error:  # the caller would repeat a 503, and be refused what was settled before
                         outcomes = {stored.id: error for stored in found} | outcomes
                     for stored in found:
-                        outcome = outcomes[stored.id]
-                        if isinstance(outcome, PostroomError):
+                        if isinstance(outcome := outcomes[stored.id], PostroomError):
                             failed.append(Failure(id=stored.id, problem=outcome.problem))
                         else:
                             done.append(_shown(stored, new_message_id=outcome))

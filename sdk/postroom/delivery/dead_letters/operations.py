@@ -224,10 +224,16 @@ class LetterOperations:
 
     async def settle(
         self, verb: str, letters: Sequence[StoredLetter], *, why: str
-    ) -> AsyncGenerator[dict[str, Outcome], None]:
-        """Do a verb to letters, which settles them and deletes their payloads; yield what became of some at a time."""
+    ) -> AsyncGenerator[tuple[StoredLetter, Outcome], None]:
+        """Do a verb to letters, which settles them and deletes their payloads; yield each with what became of it.
+
+        Some are settled at a time: where Postgres fails, those that were yielded stay so.
+        """
         for begin in range(0, len(letters), _TOGETHER):
-            yield await self._settle_together(verb, letters[begin : begin + _TOGETHER], why)
+            some = letters[begin : begin + _TOGETHER]
+            outcomes = await self._settle_together(verb, some, why)
+            for stored in some:
+                yield stored, outcomes[stored.id]
 
     async def _settle_together(self, verb: str, some: Sequence[StoredLetter], why: str) -> dict[str, Outcome]:
         connection, outcomes, act = self._connection, dict[str, Outcome](), DEAD_LETTERS.verbs[verb].done

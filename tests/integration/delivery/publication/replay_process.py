@@ -49,7 +49,8 @@ async def main(nats: str, postgres: str, context: str) -> None:
     letters = LetterOperations(connection, client.jetstream(), context, actor="ann")
     found = await letters.find(LetterFilter())
     _replaying = True
-    await letters.settle("replay", found, why="a test")
+    async for _ in letters.settle("replay", found, why="a test"):
+        pass
 
 
 if __name__ == "__main__":

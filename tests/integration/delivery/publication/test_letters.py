@@ -53,7 +53,8 @@ async def streamed(office: Any, stream: str) -> dict[str, DeadLetter]:
 async def settle(office: Any, message_id: str) -> None:
     async with office.pool.acquire() as connection:
         letters = LetterOperations(connection, office.js, office.context, actor="ann")
-        await letters.settle("drop", await letters.find(LetterFilter(ids=frozenset({message_id}))), why="a test")
+        found = await letters.find(LetterFilter(ids=frozenset({message_id})))
+        assert [outcome async for _, outcome in letters.settle("drop", found, why="a test")] == [None]
 
 
 async def unsettled(office: Any) -> list[DeadLetter | None]:

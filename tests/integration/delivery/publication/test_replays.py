@@ -71,7 +71,7 @@ async def find(office: Any, wanted: LetterFilter | None = None) -> list[StoredLe
 
 async def settle(office: Any, found: list[StoredLetter], verb: str = "replay") -> list[Outcome]:
     async with office.pool.acquire() as connection:
-        return [outcome for _, outcome in await operations(office, connection).settle(verb, found, why="a test")]
+        return [outcome async for _, outcome in operations(office, connection).settle(verb, found, why="a test")]
 
 
 def operations(office: Any, connection: Any) -> LetterOperations:
