@@ -451,6 +451,20 @@ def test_a_batch_that_was_planned_before_its_rows_were_deleted_is_lost_too(histo
         list(reader.read(part))
 
 
+def test_a_task_that_misses_rows_which_were_deleted_meanwhile_says_so_where_it_may(
+    history: History, capfd: pytest.CaptureFixture[str]
+) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    reader = stream_reader(history, failOnDataLoss="false")
+    (part,) = reader.partitions({}, end := reader.latestOffset({}, ReadAllAvailable()))
+    history.execute("DELETE FROM mesh.message_history WHERE history_id <= 2")
+
+    assert sum(batch.num_rows for batch in reader.read(part)) == 4
+    lost = "it is at history_id 0, and retention has deleted some up to 2; the stream continues without them"
+    assert lost in capfd.readouterr().err
+    assert reader.latestOffset(end, ReadAllAvailable()) == end  # the driver does not learn of it any more
+
+
 def test_a_stream_whose_lost_rows_leave_nothing_goes_past_them(
     history: History, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,9 +104,8 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return shared_out(ranges, self._options.max_connections)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Read one partition; raises `Conflict` where messages of it were deleted meanwhile."""
-        check = self._check_unread if self._options.fail_on_data_loss else None
-        return self._ranges.read(partition, self._conditions, check)
+        """Read one partition; raises `Conflict` where messages of it were deleted meanwhile, or prints that."""
+        return self._ranges.read(partition, self._conditions, self._check_unread)
 
     def _newest(self) -> Offset:
         return _by_mesh(self._fetch("newest", self._options.mesh))
@@ -133,7 +132,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         print(f"postroom: {what}; the stream continues", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
     def _check_not_lost(self, row: asyncpg.Record) -> None:
-        """Refuse to skip messages that were deleted unread, or print that on the driver where it is allowed."""
+        """Refuse to skip messages that were deleted unread, or print that where it is allowed."""
         if row["lost"] is None:
             return
         what = (
@@ -145,7 +144,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "Set the option failOnDataLoss to false to continue with what is left, or start with a new checkpoint"
             )
             raise Conflict.of("history_lost", f"{what}. {advice}")
-        print(f"postroom: {what}; the stream continues without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
+        print(f"postroom: {what}; the stream continues without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's, or a task's
 
 
 def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:
