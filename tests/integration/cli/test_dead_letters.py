@@ -6,9 +6,9 @@ of agents and of daemons.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import asyncpg
 import msgspec
@@ -173,6 +173,22 @@ def test_filters_narrow_a_list(station: Station) -> None:
     ):
         found = station.user.run("dlq", "list", "--json", option, value)
         assert [letter["message_id"] for letter in found.json] == ids, option
+
+
+def test_the_age_of_a_letter_is_counted_by_the_clock_of_postgres(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ahead(datetime):
+        """The clock of a broker's host that is a day ahead."""
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + timedelta(days=1)
+
+    station.bury("a")
+    monkeypatch.setattr("postroom.delivery.dead_letters.operations.datetime", Ahead)
+    dropped = station.user.run("dlq", "drop", "--all", "--older-than", "1h", "--reason", "old", "--yes")
+    assert (dropped.code, dropped.out) == (0, "0 dropped, 0 failed\n")
 
 
 def test_inspect_shows_a_letter_whole(station: Station) -> None:

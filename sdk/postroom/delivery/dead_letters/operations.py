@@ -38,6 +38,7 @@ from postroom._wire.dead_letters import (
     common_error,
 )
 from postroom._wire.nouns import invalid_cursor
+from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.delivery.dead_letters import (
     QUERIES,
@@ -164,7 +165,7 @@ class LetterOperations:
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
             return StoredPage(named)
-        moment, found = datetime.now(UTC), list[StoredLetter]()
+        moment, found = await now(self._connection), list[StoredLetter]()
         async with aclosing(self._read(_START if cursor is None else _place(cursor), payloads=payloads)) as letters:
             async for stored in letters:
                 if stored.matches(wanted, moment):
