@@ -90,7 +90,9 @@ class DeadLetters:
             async with self._opened(request, mesh) as (letters, unread):
                 if unread is not None and EFFECTS[verb] is not None:
                     raise PostroomError(unread)
-                found, next_cursor, missing = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
+                # closed: what is replayed may die again before the next request, and would be replayed for ever
+                page = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES, closed=True)
+                found, next_cursor, missing = page
                 done = list[Letter]()
                 failed = [Failure(id=id_, problem=error.problem) for id_, error in missing.items()]
                 if asked.dry_run:

@@ -20,7 +20,8 @@ from support.terminal import Terminal
 
 from broker.database import migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
-from postroom._wire.dead_letters import DeadLetter
+from postroom import BrokerClient
+from postroom._wire.dead_letters import DEAD_LETTERS, DeadLetter, LetterFilter
 from postroom.claims import DONE, Dead
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.dead_letters.operations import count_letters
@@ -279,6 +280,28 @@ def test_a_message_that_dies_again_can_be_replayed_again(station: Station) -> No
     (again,) = station.consume().seen
     assert again.message_id == f"a~{DURABLE}.2"
     assert again.headers["Postroom-Replay-Of"] == "a"  # what inboxes may know it by: the id it was first sent under
+
+
+def test_what_dies_again_while_all_letters_are_replayed_is_not_replayed_once_more(
+    station: Station, broker: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.dead_letters.CHANGES", 1)
+    station.bury("a", "b")
+
+    async def replay() -> list[str | None]:
+        token = Path(broker["POSTROOM_ADMIN_TOKEN_FILE"]).read_text()
+        async with BrokerClient(broker["POSTROOM_BROKER_URL"], token) as client:
+            replayed: list[str | None] = []
+            how = {"reason": "fixed, or so it seemed", "mesh": station.name}
+            async for part in client.changes(DEAD_LETTERS, "replay", LetterFilter(), **how):
+                replayed += [one.letter.message_id for one in part.done if one.letter]
+                if len(replayed) > len("ab"):
+                    break  # it would go on for ever
+                await asyncio.to_thread(station.bury)
+            return replayed
+
+    assert asyncio.run(replay()) == ["a", "b"]
+    assert [letter["message_id"] for letter in station.letters()] == [f"{one}~{DURABLE}.1" for one in ("a", "b")]
 
 
 def test_a_replay_whose_consumer_is_gone_is_refused_and_keeps_the_letter(station: Station) -> None:

@@ -74,7 +74,7 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 _LAST: Final = 2**63 - 1
 _START: Final = (datetime.min.replace(tzinfo=UTC), False, 0)
 _ROUNDING: Final = timedelta(milliseconds=1)  # at least that of the time that a stream reports of a message
-_CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
+_CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})(?:-([0-9]{1,18})-([0-9]{1,18}))?")
 _ROW: Final = re.compile(r"[1-9][0-9]{0,17}")
 _PLACE: Final = re.compile(r"(?P<stream>[^/]+)/(?P<sequence>[1-9][0-9]{0,17})")
 _SENDABLE: Final = re.compile(r"(?!Nats-)[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # names of headers; a server stores others too
@@ -85,6 +85,13 @@ Log = Callable[[Connection, str, Sequence[str], str], Awaitable[None]]
 
 Outcome = str | PostroomError | None
 """What became of a letter: the id of its new message, why it is unchanged, or None, where it was settled only."""
+
+
+class Ends(NamedTuple):
+    """The last letters at some moment: of the record, and of the stream."""
+
+    row: int
+    sequence: int
 
 
 class StoredLetter(NamedTuple):
@@ -102,6 +109,12 @@ class StoredLetter(NamedTuple):
         if self.streamed is None:
             return self.at, False, self.row or 0
         return self.at, True, self.streamed.sequence
+
+    def is_within(self, ends: Ends) -> bool:
+        """Return whether the letter was there when those were the last ones."""
+        if self.streamed is None:
+            return (self.row or 0) <= ends.row
+        return self.streamed.sequence <= ends.sequence
 
     def matches(self, wanted: LetterFilter, moment: datetime) -> bool:
         """Return whether the filter selects the letter, at `moment`."""
@@ -156,19 +169,26 @@ class LetterOperations:
         return page.letters
 
     async def page(
-        self, wanted: LetterFilter, *, payloads: bool = False, cursor: str | None = None, limit: int = sys.maxsize
+        self,
+        wanted: LetterFilter,
+        *,
+        payloads: bool = False,
+        cursor: str | None = None,
+        limit: int = sys.maxsize,
+        closed: bool = False,
     ) -> StoredPage:
         """Return `limit` of them from `cursor` on; what ids are missing is said without a cursor.
 
         Record and stream are read from there on, and only as far as the page goes. Where all letters are named by their
-        places, nothing else is read.
+        places, nothing else is read. The pages that follow one that is `closed` have no letter that came after it.
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
             return StoredPage(named)
         moment, found = await now(self._connection), list[StoredLetter]()
-        async with aclosing(self._read(_START if cursor is None else _place(cursor), payloads=payloads)) as letters:
+        after, ends = (_START, await self._ends() if closed else None) if cursor is None else _place(cursor)
+        async with aclosing(self._read(after, payloads=payloads)) as letters:
             async for stored in letters:
-                if stored.matches(wanted, moment):
+                if (ends is None or stored.is_within(ends)) and stored.matches(wanted, moment):
                     found.append(stored)
                     if len(found) > limit and wanted.ids is None:
                         break
@@ -180,7 +200,20 @@ class LetterOperations:
         if len(found) <= limit:
             return StoredPage(found, None, missing)
         at, streamed, number = found[limit - 1].key
-        return StoredPage(found[:limit], f"{(at - _EPOCH) // _MICROSECOND}-{int(streamed)}-{number}", missing)
+        place = (at - _EPOCH) // _MICROSECOND, int(streamed), number, *(ends or ())
+        return StoredPage(found[:limit], "-".join(map(str, place)), missing)
+
+    async def _ends(self) -> Ends:
+        """Return the last letters that there are."""
+        row, sequence = await self._connection.fetchval(QUERIES["last_letter"]), 0
+        if self._js is not None:
+            try:
+                sequence = (await self._js.stream_info(stream_name(self._context, "dlq"))).state.last_seq
+            except NotFoundError:
+                pass  # it is created with the first letter
+            except NATS_ERRORS as error:
+                raise from_nats(error, f"reading the dead letters of {self._context}") from error
+        return Ends(row, sequence)
 
     async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
         """Return the causes of the oldest `most` letters, the most frequent first, and whether there are more letters.
@@ -427,11 +460,12 @@ async def _take_out(js: JetStreamContext, row: asyncpg.Record) -> None:
             await ask_api(js, f"STREAM.MSG.DELETE.{stream}", request)
 
 
-def _place(cursor: str) -> tuple[datetime, bool, int]:
+def _place(cursor: str) -> tuple[tuple[datetime, bool, int], Ends | None]:
     place = _CURSOR.fullmatch(cursor)
     try:
         if place is not None:
-            return _EPOCH + int(place[1]) * _MICROSECOND, place[2] == "1", int(place[3])
+            ends = None if place[4] is None else Ends(int(place[4]), int(place[5]))
+            return (_EPOCH + int(place[1]) * _MICROSECOND, place[2] == "1", int(place[3])), ends
     except OverflowError:
         pass
     raise invalid_cursor()

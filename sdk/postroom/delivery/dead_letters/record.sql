@@ -19,6 +19,10 @@ WHERE context = $1 AND settled_at IS NULL AND id = ANY ($2::bigint[]);
 -- Which of the letters $2 of the context $1 the record has, settled ones too.
 SELECT letter_id FROM postroom.dead_letters WHERE context = $1 AND letter_id = ANY ($2::text[]);
 
+-- name: last_letter
+-- The number of the last letter, 0 without one.
+SELECT coalesce(max(id), 0) FROM postroom.dead_letters;
+
 -- name: is_known
 -- Whether the record has ever had a letter of the context $1.
 SELECT EXISTS (SELECT FROM postroom.dead_letters WHERE context = $1);
