@@ -416,6 +416,15 @@ def test_a_history_that_ends_before_the_checkpoint_is_refused(history: History) 
         stream_reader(history).latestOffset({"1": 40}, ReadAllAvailable())
 
 
+@pytest.mark.parametrize("offset", [7, [1, 2], {"logOffset": 0}, {"1": {"0": 12}}])
+def test_a_checkpoint_of_another_source_is_refused(history: History, offset: Any) -> None:
+    reader = stream_reader(history)
+    with pytest.raises(Conflict, match="the checkpoint is of a stream that reads something else"):
+        reader.latestOffset(offset, ReadAllAvailable())
+    with pytest.raises(Conflict, match="the checkpoint is of a stream that reads something else"):
+        reader.partitions({}, offset)
+
+
 def test_a_checkpoint_behind_the_retention_fails_the_stream(
     spark: SparkSession, history: History, tmp_path: Path
 ) -> None:

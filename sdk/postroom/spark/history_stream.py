@@ -62,12 +62,12 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Return how far the next batch may go.
 
-        Raises `Conflict` where the history ends before the checkpoint or was restored since, or where messages were
-        deleted that it has not read; `NotFound` where the option names an unknown mesh.
+        Raises `Conflict` where the checkpoint is another source's, where the history ends before it or was restored
+        since, or where messages were deleted that it has not read; `NotFound` where the option names an unknown mesh.
         """
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        found = dict(start)
         read_to = _numbers(start)
+        found = dict(start)
         at = list(read_to), list(read_to.values())
         meshes = self._fetch("latest", self._options.mesh, *at, rows, _deletion(start))
         check_mesh(self._options.mesh, known=bool(meshes))
@@ -152,8 +152,13 @@ def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:
 
 
 def _numbers(offset: Offset) -> dict[int, int]:
-    """Return the numbers of an offset by mesh."""
-    return {int(mesh): number for mesh, number in offset.items() if mesh != _DELETION}
+    """Return the numbers of an offset by mesh; raises `Conflict` for that of another source, as a copy may have."""
+    try:
+        return {int(mesh): int(number) for mesh, number in offset.items() if mesh != _DELETION}
+    except (AttributeError, TypeError, ValueError) as error:
+        detail = f"the checkpoint is of a stream that reads something else, and is at {offset!r}"
+        advice = "give this stream the checkpoint that it had, or a new one"
+        raise Conflict.of("foreign_checkpoint", f"{detail}: {advice}") from error
 
 
 def _deletion(offset: Offset) -> int:
