@@ -54,6 +54,7 @@ def up(
     if supervisor is not None or detach:
         if supervisor is not None:
             note(f"Postroom runs already (pid {supervisor.pid}).")
+            supervision.await_ready(layout, supervisor, note)
         else:
             supervision.detached(layout, lambda said: Progress.say(f"  {said}"))
         explain(layout)

@@ -31,6 +31,7 @@ from postroom.chassis.ownership import open_private
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
 _MOST_SECONDS: Final = 60.0  # between an end and the next start
+_POLL_SECONDS: Final = 0.1
 _MAX_NOTIFICATION: Final = 4096  # bytes
 _PREFIX: Final = "postroom: "  # of the sentence with which a command ends
 
@@ -80,6 +81,7 @@ def supervising(layout: Layout) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Fatal(Exit.CONFLICT, f"another `postroom up` is running in {layout.state}") from None
+        layout.env_file.unlink(missing_ok=True)  # which says that all is ready: the one there is an earlier start's
         me = ProcessIdentity.of(os.getpid())
         if me is not None:
             me.write(layout.pid_file)
@@ -93,6 +95,16 @@ def supervisor_of(layout: Layout) -> ProcessIdentity | None:
     """Return the process that supervises the state directory, if there is one."""
     process = ProcessIdentity.read(layout.pid_file)
     return process if process is not None and process.alive else None
+
+
+def await_ready(layout: Layout, supervisor: ProcessIdentity, say: Callable[[str], None]) -> None:
+    """Return once what another `postroom up` starts is ready; raises `Fatal` if that ends before."""
+    if not layout.env_file.exists():
+        say(f"It writes {layout.env_file} when everything is ready: waiting for that.")
+    while not layout.env_file.exists():
+        if supervisor.wait(_POLL_SECONDS):
+            ended = f"the `postroom up` with pid {supervisor.pid} ended while it started: start again"
+            raise Fatal(Exit.TRY_AGAIN, ended)
 
 
 def keep_running(stack: Stack, say: Callable[[str], None], *, first_seconds: float = 0.5) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from support.terminal import Terminal
 
 from cli.stack import Stack
 from cli.stack.layout import Layout
-from cli.stack.supervisor import supervisor_of
+from cli.stack.supervisor import supervising, supervisor_of
 from embedded import ProcessIdentity
 from embedded.processes import tethered
 from embedded.server import wait_until
@@ -296,6 +297,42 @@ def test_in_the_foreground_ctrl_c_stops_everything_that_it_started_anew(short_di
     assert foreground.returncode == 0
     assert not any(process.alive for process in running)
     assert run("down", "--state", str(stack.layout.state)).stdout == "nothing was running\n"
+
+
+def test_up_beside_one_that_starts_returns_when_that_is_ready(short_directory: Path) -> None:
+    layout = Layout(short_directory / "up")
+    layout.create()
+    layout.env_file.write_text("POSTROOM_MESH=before\n")
+    up = [sys.executable, "-m", "cli", "up", "--state", str(layout.state)]
+    with (
+        subprocess.Popen(tethered(up), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first,
+        contextlib.ExitStack() as undo,
+    ):
+        undo.callback(first.terminate)
+        assert wait_until(lambda: supervisor_of(layout) is not None, SECONDS)
+        first.send_signal(signal.SIGSTOP)  # before its Postgres can be ready
+        with subprocess.Popen(tethered([*up, "--detach"]), stderr=subprocess.PIPE, text=True) as second:
+            assert second.stderr is not None
+            assert "runs already" in second.stderr.readline()
+            first.send_signal(signal.SIGCONT)
+            second.communicate()
+        assert second.returncode == 0
+        assert environment(layout) == Stack(layout.state).environment()
+
+
+def test_up_beside_one_that_ends_while_it_starts_says_so(short_directory: Path) -> None:
+    layout = Layout(short_directory / "up")
+    with supervising(layout), subprocess.Popen(tethered(["/bin/sleep", "600"])) as starting:
+        process = ProcessIdentity.of(starting.pid)
+        assert process is not None
+        process.write(layout.pid_file)
+        command = [sys.executable, "-m", "cli", "up", "--state", str(layout.state)]
+        with subprocess.Popen(tethered(command), stderr=subprocess.PIPE, text=True) as second:
+            assert second.stderr is not None
+            assert "runs already" in second.stderr.readline()
+            starting.kill()
+            said = second.stderr.read()
+    assert (second.returncode, "ended while it started: start again" in said) == (75, True)
 
 
 @pytest.mark.parametrize("verb", ["down", "status"])
