@@ -17,6 +17,7 @@ import typer
 
 from cli.noun import DryRun, noun
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import replace_private
 
 app = noun()
 
@@ -167,10 +168,8 @@ def write(files: Mapping[Path, str]) -> None:
     """Write each file whole or not at all, readable by all, and say so."""
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text(text, "utf-8")
-        fresh.chmod(0o644)
-        fresh.replace(path)
+        replace_private(path, text)
+        path.chmod(0o644)
         typer.echo(f"wrote {path}")
 
 

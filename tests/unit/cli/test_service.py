@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.small_disk import run_on_a_small_disk
 from typer.testing import CliRunner
 
 from cli import service
@@ -94,6 +95,25 @@ def test_files_are_replaced_whole_and_readable_by_all(tmp_path: Path) -> None:
     assert unit.read_text() == "new"
     assert unit.stat().st_mode & 0o777 == 0o644
     assert list(unit.parent.iterdir()) == [unit]
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from cli import service
+from cli.main import ending
+
+units = Path(sys.argv[1], "user")
+try:
+    service.write({units / "first.service": "a" * 512, units / "second.service": "b" * (1 << 21)})
+except OSError as error:
+    print(ending(error).sentence, [file.name for file in units.iterdir()])
+"""
+
+
+async def test_a_full_disk_is_said_to_be_one_and_leaves_no_half_of_a_unit(tmp_path: Path) -> None:
+    said = await run_on_a_small_disk(tmp_path, FULL_DISK)
+    assert said[-1] == f"{tmp_path}/user/second.service: No space left on device ['first.service']"
 
 
 def test_a_command_that_fails_is_named_with_what_it_said() -> None:
