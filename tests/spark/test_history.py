@@ -368,11 +368,12 @@ def test_a_batch_of_a_stream_has_about_as_many_rows_as_asked_for(history: Histor
     history.accept(f"id-{number}" for number in range(20))
     history.accept((f"sea-{number}" for number in range(20)), mesh="sea")
     reader = stream_reader(history)
-    first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(8))
+    start = reader.initialOffset()
+    first = reader.latestOffset(start, ReadMaxRows(8))
 
-    assert first == {"1": 4, "2": 4}
-    assert reader.latestOffset(first, ReadMaxRows(1)) == {"1": 5, "2": 5}
-    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 20, "2": 20}
+    assert first == {"1": 4, "2": 4} | start
+    assert reader.latestOffset(first, ReadMaxRows(1)) == {"1": 5, "2": 5} | start
+    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 20, "2": 20} | start
     assert [(part.mesh_id, part.after, part.last) for part in reader.partitions(first, {"1": 6, "2": 4})] == [(1, 4, 6)]
 
 
@@ -423,6 +424,18 @@ def test_a_checkpoint_of_another_source_is_refused(history: History, offset: Any
         reader.latestOffset(offset, ReadAllAvailable())
     with pytest.raises(Conflict, match="the checkpoint is of a stream that reads something else"):
         reader.partitions({}, offset)
+
+
+def test_a_checkpoint_of_another_database_is_refused(history: History) -> None:
+    history.accept(["id-1", "id-2"])
+    reader = stream_reader(history)
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    history.tamper("UPDATE mesh.incarnation SET id = gen_random_uuid()")
+    with pytest.raises(Conflict, match="the checkpoint is of a stream over another database"):
+        reader.latestOffset(end, ReadAllAvailable())
+    with pytest.raises(Conflict, match="the checkpoint is of a stream over another database"):
+        reader.partitions(start, end)
 
 
 def test_a_checkpoint_behind_the_retention_fails_the_stream(
@@ -493,12 +506,13 @@ def test_what_was_deleted_before_a_stream_began_is_no_loss_of_its_own(history: H
     history.execute("DELETE FROM mesh.message_history WHERE history_id IN (5, 6)")  # as a retention that was shortened
     reader = stream_reader(history)
     start = reader.initialOffset()
+    begun = {"database": start["database"], "deletion": 1}
     first = reader.latestOffset(start, ReadMaxRows(2))
-    assert first == {"1": 2, "deletion": 1}
+    assert first == {"1": 2} | begun
     assert [(part.after, part.last) for part in reader.partitions(start, first)] == [(0, 2)]
 
     history.execute("DELETE FROM mesh.message_history WHERE history_id IN (1, 2)")  # they were read
-    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 4, "deletion": 1}
+    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 4} | begun
     history.execute("DELETE FROM mesh.message_history WHERE history_id = 3")  # below the first deletion
     with pytest.raises(Conflict, match=r"is at history_id 2, .* some up to 3"):
         reader.latestOffset(first, ReadAllAvailable())
@@ -516,9 +530,9 @@ def test_a_stream_begins_where_since_says(history: History) -> None:
     history.accept(f"id-{number}" for number in range(6))
     history.tamper("UPDATE mesh.message_history SET accepted_at = '2026-11-01' WHERE history_id <= 4")
 
-    assert stream_reader(history, since="2026-11-02").initialOffset() == {"1": 4}
-    assert stream_reader(history, since="2026-11-01").initialOffset() == {"1": 0}
-    assert stream_reader(history, since="2999-01-01").initialOffset() == {"1": 6}
+    assert stream_reader(history, since="2026-11-02").initialOffset()["1"] == 4
+    assert stream_reader(history, since="2026-11-01").initialOffset()["1"] == 0
+    assert stream_reader(history, since="2999-01-01").initialOffset()["1"] == 6
 
 
 def test_since_and_until_are_found_by_time_whatever_else_is_kept(history: History) -> None:
@@ -554,7 +568,7 @@ def test_a_stream_says_how_far_it_is_behind(spark: SparkSession, history: Histor
     query.awaitTermination()
     (first,) = query.recentProgress[0].sources
 
-    assert (json.loads(first.endOffset), json.loads(first.latestOffset)) == ({"1": 4}, {"1": 6})
+    assert (json.loads(first.endOffset)["1"], json.loads(first.latestOffset)) == (4, {"1": 6})
 
 
 @pytest.mark.soak

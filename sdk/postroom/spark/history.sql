@@ -34,9 +34,10 @@ CROSS JOIN LATERAL (
 WHERE slug = $1 OR $1::text IS NULL
 ORDER BY mesh.id, stretch.after;
 
--- name: last_deletion
--- The last deletion of messages so far, 0 where there was none.
-SELECT coalesce(max(id), 0) AS id FROM mesh.history_deletion;
+-- name: database
+-- Which database it is, by its first incarnation, which a copy keeps; the last deletion of messages so far, or 0.
+SELECT (SELECT id::text FROM mesh.incarnation ORDER BY history_floor LIMIT 1) AS database,
+  (SELECT coalesce(max(id), 0) FROM mesh.history_deletion) AS deletion;
 
 -- name: beginning
 -- Where a stream of what was accepted since $2 begins in each selected mesh: at the message before the first of those; where
@@ -72,8 +73,8 @@ FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY mesh.id;
 -- name: latest
 -- How far a stream may read in each selected mesh, after the numbers that it has read in some of them ($2, $3), about $4
 -- messages in all (null: any number); the last number that each has given out; the last message that was deleted before
--- the stream came to it, by a deletion later than $5; and, where the stream is at a number that a restore has taken back,
--- the last one before those.
+-- the stream came to it, by a deletion later than $5; where the stream is at a number that a restore has taken back, the
+-- last one before those; and which database it is.
 --
 -- The transaction with the lower id takes the lower numbers: nothing is read from the first row on that is younger than the
 -- oldest transaction in progress, which may still write a lower one. Where none is in progress, there is no such row, and
@@ -108,13 +109,14 @@ SELECT wanted.mesh_id, wanted.mesh, wanted.after,
   (
     SELECT gap.last_before FROM mesh.history_gap AS gap
     WHERE gap.mesh_id = wanted.mesh_id AND gap.last_before < wanted.after AND wanted.after < gap.history_floor
-  ) AS restored
+  ) AS restored,
+  (SELECT id::text FROM mesh.incarnation ORDER BY history_floor LIMIT 1) AS database
 FROM wanted
 ORDER BY wanted.mesh_id;
 
 -- name: next
--- The first message of each of these meshes after a number, in each stretch of them (see `extent`), where that ends, and
--- whether some were deleted after it, as in `latest`.
+-- The first message of each of these meshes after a number, in each stretch of them (see `extent`), where that ends;
+-- whether some were deleted after it, and which database it is, as in `latest`.
 SELECT wanted.mesh_id, mesh.slug AS mesh, wanted.after,
   (
     SELECT history_id FROM mesh.message_history AS history
@@ -126,7 +128,8 @@ SELECT wanted.mesh_id, mesh.slug AS mesh, wanted.after,
   (
     SELECT max(deletion.last_history_id) FROM mesh.history_deletion AS deletion
     WHERE deletion.mesh_id = wanted.mesh_id AND deletion.id > $3 AND deletion.last_history_id > wanted.after
-  ) AS lost
+  ) AS lost,
+  (SELECT id::text FROM mesh.incarnation ORDER BY history_floor LIMIT 1) AS database
 FROM unnest($1::integer[], $2::bigint[]) AS wanted (mesh_id, after)
 JOIN mesh.mesh ON mesh.id = wanted.mesh_id
 JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = wanted.mesh_id AND stretch.up_to > wanted.after

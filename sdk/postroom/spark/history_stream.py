@@ -2,15 +2,16 @@
 
 An offset has for each mesh, by its id, the `history_id` up to which everything was read. The query `latest` never goes
 past a number that may still come, so that after a restart the stream goes on from its checkpoint without loss or
-repeat. It also holds the last deletion of messages before the stream began, if there was one: unread messages that a
-later one deleted are lost. The driver checks for those before each batch, and each task in the snapshot that it reads.
+repeat. It also holds which database the stream reads, since the meshes of another one have the same numbers, and the
+last deletion of messages before the stream began, if there was one: unread messages that a later one deleted are lost.
+The driver checks for those before each batch, and each task in the snapshot that it reads.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
     Connection = asyncpg.Connection[asyncpg.Record]
 
-Offset: TypeAlias = dict[str, int]
+Offset: TypeAlias = dict[str, Any]
 
-_DELETION: Final = "deletion"  # the one key of an offset that is not a mesh
+_DATABASE, _DELETION = _KEYS = ("database", "deletion")  # the keys of an offset that are not meshes
 
 
 class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -42,9 +43,9 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Begin before the first message, or before the first one from `since` on."""
         since = self._options.since
-        (deletion,) = self._fetch("last_deletion")
+        (state,) = self._fetch("database")
         begun = {} if since is None else _by_mesh(self._fetch("beginning", self._options.mesh, since))
-        return begun | ({_DELETION: deletion["id"]} if deletion["id"] else {})
+        return begun | {key: state[key] for key in _KEYS if state[key]}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Read as many rows at once as the options allow."""
@@ -62,8 +63,9 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Return how far the next batch may go.
 
-        Raises `Conflict` where the checkpoint is another source's, where the history ends before it or was restored
-        since, or where messages were deleted that it has not read; `NotFound` where the option names an unknown mesh.
+        Raises `Conflict` where the checkpoint is another source's or another database's, where the history ends before
+        it or was restored since, or where messages were deleted that it has not read; `NotFound` where the option names
+        an unknown mesh.
         """
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         read_to = _numbers(start)
@@ -72,6 +74,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         meshes = self._fetch("latest", self._options.mesh, *at, rows, _deletion(start))
         check_mesh(self._options.mesh, known=bool(meshes))
         for row in meshes:
+            _check_database(start, row)
             # refuse to go on where the numbers begin again: new messages would look like those that were read
             read = row["after"]
             given_out = row["last_history_id"]
@@ -91,11 +94,15 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return dict(sorted(found.items()))  # Spark compares offsets as texts
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        """Split what is between two offsets into ranges; raises `Conflict` where some of it was deleted unread."""
+        """Split what is between two offsets into ranges.
+
+        Raises `Conflict` where they are another source's or another database's, or where messages were deleted unread.
+        """
         read_to, ends = _numbers(start), _numbers(end)
         after = [read_to.get(mesh, 0) for mesh in ends]
         ranges: list[Range] = []
         for row in self._fetch("next", list(ends), after, _deletion(start)):
+            _check_database(start, row)
             self._check_not_lost(row)
             mesh, first = row["mesh_id"], row["first"]
             if first is not None:  # numbers before it were never used, or their messages are deleted
@@ -151,15 +158,24 @@ def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:
     return {str(row["mesh_id"]): row["history_id"] for row in rows}
 
 
+def _check_database(offset: Offset, row: asyncpg.Record) -> None:
+    """Refuse to go on in another database, whose messages would count as read up to the numbers of the offset."""
+    if offset.get(_DATABASE, row["database"]) != row["database"]:
+        raise _foreign("the checkpoint is of a stream over another database")
+
+
 def _numbers(offset: Offset) -> dict[int, int]:
     """Return the numbers of an offset by mesh; raises `Conflict` for that of another source, as a copy may have."""
     try:
-        return {int(mesh): int(number) for mesh, number in offset.items() if mesh != _DELETION}
+        return {int(mesh): int(number) for mesh, number in offset.items() if mesh not in _KEYS}
     except (AttributeError, TypeError, ValueError) as error:
-        detail = f"the checkpoint is of a stream that reads something else, and is at {offset!r}"
-        advice = "give this stream the checkpoint that it had, or a new one"
-        raise Conflict.of("foreign_checkpoint", f"{detail}: {advice}") from error
+        raise _foreign(f"the checkpoint is of a stream that reads something else, and is at {offset!r}") from error
+
+
+def _foreign(detail: str) -> Conflict:
+    advice = "give this stream the checkpoint that it had, or a new one"
+    return Conflict.of("foreign_checkpoint", f"{detail}: {advice}")
 
 
 def _deletion(offset: Offset) -> int:
-    return offset.get(_DELETION, 0)
+    return int(offset.get(_DELETION, 0))
