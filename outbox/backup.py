@@ -1,8 +1,8 @@
 """A copy of the outbox as of one moment, made while it is written to, and its restore (docs/backup.md).
 
-A whole copy has no name, and exists as long as a process holds it open; the next start removes what a killed daemon has
-left of one. Sends have priority: the copy leaves `_KEPT_FREE` of the disk to them, and they wait for a few pages of it
-at most (`Store.copy`).
+A whole copy has no name, and exists as long as a process holds it open; the next start removes what a kill has left of
+one. Sends have priority: the copy leaves `_KEPT_FREE` of the disk to them, and they wait for a few pages of it at most
+(`Store.copy`).
 
 It is restored on a stopped daemon (`postroom outbox restore`). The old outbox is set aside, never changed, and its log
 too: SQLite would read the log into any file of that name.
@@ -16,7 +16,7 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from outbox import errors
 from outbox.model import NAME, SCHEMA, Caller
@@ -25,8 +25,10 @@ from postroom._wire.ids import now_ms
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over, open_private, sync
-from postroom.chassis.sqlite import PARTS, QUERIES, Damaged, exit_after, open_copy, open_still, quick_check
-from postroom.chassis.store import WAL_LIMIT, OwnedFile, Store
+from postroom.chassis.sqlite import QUERIES, Damaged, exit_after, open_copy, open_still, quick_check
+from postroom.chassis.store import WAL_LIMIT, OwnedFile, Store, remove
+
+DraftKind = Literal["backup", "recovering", "restoring"]  # what a kill leaves behind, and the next start removes
 
 _KEPT_FREE: Final = 2 * WAL_LIMIT  # bytes of the disk: for what sends and the log may take meanwhile
 _SECONDS: Final = 600.0  # that a copy may take
@@ -55,7 +57,7 @@ async def back_up(store: Store) -> Backup:
     (size,) = await store.read(lambda db: db.execute(QUERIES["file_bytes"]).fetchone())
     directory = store.path.parent
     _check_room(directory, size)
-    path = draft_of(store.path)
+    path = draft_of(store.path, "backup")
     try:
         path.unlink(missing_ok=True)
         file = open_private(path, os.O_RDWR | os.O_EXCL)
@@ -76,9 +78,9 @@ async def back_up(store: Store) -> Backup:
         raise errors.backup_failed(error) from error
 
 
-def draft_of(database: Path) -> Path:
-    """Return the name of a copy that is not whole yet."""
-    return database.with_name(f"{database.name}.backup")
+def draft_of(database: Path, kind: DraftKind) -> Path:
+    """Return the name of a file that is not whole yet."""
+    return database.with_name(f"{database.name}.{kind}")
 
 
 def _check(path: Path) -> None:
@@ -111,7 +113,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     """
     order = Order(Caller.this_process(), reason).checked()
     file = OwnedFile(directory, NAME, may_be_anothers=True)
-    restored, aside, fresh = False, None, file.path.with_name(f"{NAME}.db.restoring")
+    restored, aside, fresh = False, None, draft_of(file.path, "restoring")
     try:
         file.begin()
         if (log := Path(f"{backup}-wal")).exists():
@@ -119,8 +121,7 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
         if backup.exists() and not backup.is_file():  # a pipe or a device may have no end
             raise Fatal(Exit.CONFIG, f"{backup} is not a file: restore what `postroom outbox backup` has written")
         now = now_ms()
-        for part in PARTS:
-            Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a restore that was cut short
+        remove(fresh)  # of a restore that was cut short
         with backup.open("rb") as source, os.fdopen(open_private(fresh, os.O_WRONLY | os.O_EXCL), "wb") as target:
             hand_over(target.fileno(), file.path.parent)  # as its directory's owner's: root may restore for a daemon
             shutil.copyfileobj(source, target)
@@ -150,7 +151,6 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     finally:
         if not restored:  # it may be large, and the disk full
             with suppress(OSError):
-                for part in PARTS:
-                    Path(f"{fresh}{part}").unlink(missing_ok=True)
+                remove(fresh)
         file.end(clean=restored or not file.unclean)
     return aside

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, get_args
 
 import structlog
 
 from outbox import errors, operations, reader, relay, writer
 from outbox.accept import Accept, known
-from outbox.backup import Backup, back_up, draft_of
+from outbox.backup import Backup, DraftKind, back_up, draft_of
 from outbox.comparison import Resent, begin, note, resend
 from outbox.model import (
     LANES,
@@ -41,7 +41,7 @@ from postroom._wire.sql import load_queries
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import within
-from postroom.chassis.store import OwnedFile, Store
+from postroom.chassis.store import OwnedFile, Store, remove
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -127,7 +127,8 @@ class Outbox(reader.Reader):
 
         file = OwnedFile(directory, NAME)
         with contextlib.suppress(OSError):
-            draft_of(file.path).unlink()
+            for kind in get_args(DraftKind):
+                remove(draft_of(file.path, kind))
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
             raise errors.cut_short(file.path, file.damaged)

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import astuple, replace
 
+from outbox.backup import draft_of
 from outbox.errors import recovery_failed
 from outbox.model import NAME, SCHEMA
 from outbox.pages import Pages, Records, Wrong, in_order
@@ -162,7 +163,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     75 on a full disk, 74 on a failing one.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
-    saved = False
+    saved, fresh = False, draft_of(file.path, "recovering")
     try:
         file.begin()
         now = clock()
@@ -174,7 +175,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
                 )
             source = file.damaged
             file.clear(now)
-        fresh, recovery = _salvage(source, file.path, now)
+        recovery = _salvage(source, fresh, now)
         if source == file.path:
             recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
@@ -183,6 +184,9 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
     finally:
+        if not saved:  # it may be large, and the disk full
+            with contextlib.suppress(OSError):
+                store.remove(fresh)
         file.end(clean=saved or not file.unclean)
     return recovery
 
@@ -201,13 +205,11 @@ def _refuse_later(pages: Pages, source: Path) -> None:
         )
 
 
-def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
-    """Fill a new file next to the database; return it, whole and on disk."""
-    fresh = database.with_name(f"{database.name}.recovering")
+def _salvage(source: Path, fresh: Path, now: int) -> Recovery:
+    """Fill a new file next to the database, until it is whole and on disk."""
     with contextlib.closing(Pages(source)) as pages:
         _refuse_later(pages, source)
-        for part in sqlite.PARTS:
-            Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
+        store.remove(fresh)  # of a recovery that was cut short
         created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:  # as its directory's owner's: root may recover the outbox of a daemon
             ownership.hand_over(created, fresh.parent)
@@ -221,7 +223,7 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
             new.execute(sqlite.QUERIES["commit"])
             new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
     ownership.sync(fresh)
-    return fresh, recovery
+    return recovery
 
 
 class _Salvage:

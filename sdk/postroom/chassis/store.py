@@ -183,6 +183,12 @@ def move(database: Path, destination: Path) -> None:
             Path(f"{database}{part}").rename(f"{destination}{part}")
 
 
+def remove(database: Path) -> None:
+    """Remove what there is of an SQLite file."""
+    for part in PARTS:
+        Path(f"{database}{part}").unlink(missing_ok=True)
+
+
 class Connection(aiosqlite.Connection):
     """An aiosqlite connection that runs a whole function on its thread.
 

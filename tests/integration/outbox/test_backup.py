@@ -100,6 +100,16 @@ async def test_a_backup_leaves_nothing_behind_and_a_killed_ones_file_is_no_hindr
     assert {file.name for file in state.iterdir()} == before
 
 
+async def test_a_start_removes_what_was_killed_before_it_was_whole(open_outbox: OpenOutbox, state: Path) -> None:
+    """It may be as large as the outbox, and has bodies of messages."""
+    await (await open_outbox()).close()
+    before = {file.name for file in state.iterdir()}
+    for kind in ("backup", "recovering", "recovering-wal", "restoring", "restoring-wal", "restoring-shm"):
+        (state / f"outbox.db.{kind}").write_text("of a command that was killed")
+    await (await open_outbox()).close()
+    assert {file.name for file in state.iterdir()} == before
+
+
 async def test_one_backup_is_made_at_a_time_and_needs_a_reason(outbox: Outbox, tmp_path: Path) -> None:
     async with outbox.backup(**WHY):
         with pytest.raises(TryAgain, match="another backup") as refused:

@@ -278,7 +278,7 @@ async def test_a_recovery_that_fails_leaves_the_outbox_where_it_was(
             recover(state)
     assert refused.value.exit_code == Exit.TRY_AGAIN
     assert database.read_bytes() == before
-    assert not list(state.glob("*.damaged-*"))
+    assert not [*state.glob("*.damaged-*"), *state.glob("*.recovering*")]
     recovery = recover(state)
     assert recovery.saved + recovery.buried == 304
     assert not list(state.glob("*.recovering*"))
@@ -309,6 +309,7 @@ async def test_a_new_file_that_cannot_be_written_is_74_and_a_sentence(state: Pat
     assert (process.returncode, b"Traceback" in said) == (Exit.IO_ERROR, False)
     assert b"check the disk" in said
     assert database.read_bytes() == before
+    assert not list(state.glob("*.recovering*"))
 
 
 @pytest.mark.usefixtures("with_a_log")
