@@ -189,7 +189,9 @@ def detached(layout: Layout, say: Callable[[str], None]) -> None:
             raise
     if not ready:
         code = supervisor.wait()
-        raise Fatal(Exit(code) if code in set(Exit) - {Exit.OK} else Exit.FAILED, last_words(layout))
+        if code == Exit.OK:  # by `postroom down`, or a signal
+            raise Fatal(Exit.FAILED, f"what starts in {layout.state} was stopped: start it again")
+        raise Fatal(Exit(code) if code in set(Exit) else Exit.FAILED, last_words(layout))
     supervisor.returncode = 0  # it goes on running: else subprocess would warn that it was not waited for
 
 

@@ -335,6 +335,16 @@ def test_up_beside_one_that_ends_while_it_starts_says_so(short_directory: Path) 
     assert (second.returncode, "ended while it started: start again" in said) == (75, True)
 
 
+def test_up_that_is_stopped_while_it_starts_says_so(short_directory: Path) -> None:
+    layout = Layout(short_directory / "up")
+    up = tethered([sys.executable, "-m", "cli", "up", "--state", str(layout.state), "--detach"])
+    with subprocess.Popen(up, stderr=subprocess.PIPE, text=True) as starting:
+        assert wait_until((layout.state / "postgres").exists, SECONDS)
+        assert run("down", "--state", str(layout.state)).returncode == 0
+        _, said = starting.communicate()
+    assert (starting.returncode, said) == (1, f"postroom: what starts in {layout.state} was stopped: start it again\n")
+
+
 @pytest.mark.parametrize("verb", ["down", "status"])
 def test_a_directory_that_no_stack_made_is_left_alone(short_directory: Path, verb: str) -> None:
     (short_directory / "precious").touch()
