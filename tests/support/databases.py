@@ -21,6 +21,20 @@ from embedded.processes import processes_in
 # Lets every accept stand still, in the transaction of a test, where it is about to take its numbers.
 HOLD_NUMBERS = "SELECT pg_advisory_xact_lock(hashtext('postroom.history.numbers'), id) FROM mesh.mesh"
 
+# Ends every session of the database but one's own, also those that are beginning: they have its settings of before
+# already, and are in no other list until they have begun.
+END_SESSIONS = """
+WITH beginning AS MATERIALIZED (
+  SELECT pid FROM pg_locks JOIN pg_database ON objid = pg_database.oid
+  WHERE locktype = 'object' AND classid = 'pg_database'::regclass AND mode = 'RowExclusiveLock' AND datname = '{name}'
+)
+SELECT pg_terminate_backend(pid) FROM (
+  SELECT pid FROM beginning
+  UNION ALL SELECT pid FROM pg_stat_activity WHERE datname = '{name}' AND backend_type = 'client backend'
+) AS session
+WHERE pid <> pg_backend_pid()
+"""
+
 END_SESSION = """
 CREATE SEQUENCE public.ended_sessions;
 CREATE FUNCTION public.end_session() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN

@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
+from support.databases import END_SESSIONS
 from support.waiting import until_so
 
 from broker.database import migrate
@@ -27,9 +28,6 @@ AS_ON_A_STANDBY = """
 CREATE OR REPLACE FUNCTION mesh.current_incarnation() RETURNS uuid LANGUAGE plpgsql AS $$ BEGIN
   RAISE EXCEPTION 'the database is a standby' USING ERRCODE = 'cannot_connect_now';
 END $$
-"""
-END_SESSIONS = """
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1 AND backend_type = 'client backend'
 """
 
 
@@ -56,7 +54,7 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
     name = database_url.partition("@/")[2].partition("?")[0]
 
     async def is_altered(statement: str) -> bool:
-        await elsewhere.execute(END_SESSIONS, name)
+        await elsewhere.execute(END_SESSIONS.format(name=name))
         try:
             await elsewhere.execute(statement.format(name=name))
         except asyncpg.ObjectInUseError:  # a pool of the broker was quicker
@@ -65,7 +63,7 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
 
     async def bring(statement: str) -> None:
         await until_so(lambda: is_altered(statement))
-        await elsewhere.execute(END_SESSIONS, name)
+        await elsewhere.execute(END_SESSIONS.format(name=name))
 
     yield bring
     if await elsewhere.fetchval("SELECT count(*) FROM pg_database WHERE datname = $1", f"{name}_away"):

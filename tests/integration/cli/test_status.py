@@ -18,7 +18,7 @@ import nats
 import pytest
 from msgspec.structs import replace
 from nats.js.api import AckPolicy, ConsumerConfig
-from support.databases import create
+from support.databases import END_SESSIONS, create
 from support.mailroom import MESH, Mailroom, Process, worker
 from support.terminal import Outcome, Terminal
 from support.waiting import wait_until
@@ -29,10 +29,6 @@ from postroom import BrokerClient
 from postroom._wire.unpublished import Durable
 
 HEAVY = ("typer", "click", "rich", "aiohttp", "pydantic", "asyncpg", "nats", "uvloop", "prometheus_client")
-
-END_SESSIONS = """
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = 'status' AND pid <> pg_backend_pid()
-"""
 
 
 class Office:
@@ -328,7 +324,7 @@ def test_a_postgres_that_takes_no_writes_is_named_and_the_programs_are_shown_all
     look = functools.partial(office.user.run, "status", "--json")
     office.execute("ALTER DATABASE status SET default_transaction_read_only = on")
     try:
-        office.execute(END_SESSIONS)
+        office.execute(END_SESSIONS.format(name="status"))
         seen = wait_until(look, holds=lambda seen: "is read-only" in seen.out)
     finally:
         office.execute("BEGIN READ WRITE; ALTER DATABASE status RESET ALL; COMMIT")

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 from structlog.testing import capture_logs
+from support.databases import END_SESSIONS
 from support.waiting import until_so
 from yarl import URL
 
@@ -267,10 +268,7 @@ async def test_the_overview_says_that_postgres_takes_no_writes_and_not_that_prog
         "ALTER DATABASE console SET default_transaction_read_only = on"
     )
     try:
-        await postgres.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE datname = 'console' AND pid <> pg_backend_pid()"
-        )
+        await postgres.execute(END_SESSIONS.format(name="console"))
         await until_so(lambda: _shows(admin, said))
         assert "no report since" not in admin.shown.text
     finally:
