@@ -24,7 +24,7 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.errors import InvalidMessage, NotFound, PostroomError, Problem, Unavailable
+from postroom.errors import InvalidMessage, NotFound, PostroomError, Problem, TryAgain, Unavailable
 
 READ: Final = (400, 401, 403, 404, 503)  # problems of a request that reads
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and of one that changes something
@@ -107,16 +107,20 @@ async def each(
 ) -> tuple[list[T], list[Failure]]:
     """Apply an effect to each thing in turn; return the results, and the failures with their reasons.
 
-    A Postgres that fails is a reason too: the caller would repeat a 503, and be refused what was done by then.
+    A Postgres that fails is the reason for the rest: a caller would repeat a 503, and be refused what was done by then.
     """
     done: list[T] = []
     failed: list[Failure] = []
-    for thing in things:
-        try:
-            async with unavailable_as_503():
-                done.append(await effect(thing))
-        except PostroomError as error:
-            failed.append(Failure(id=name(thing), problem=error.problem))
+    rest = iter(things)
+    try:
+        async with unavailable_as_503():
+            for thing in rest:
+                try:
+                    done.append(await effect(thing))
+                except PostroomError as error:
+                    failed.append(Failure(id=name(thing), problem=error.problem))
+    except TryAgain as error:
+        failed += [Failure(id=name(one), problem=error.problem) for one in (thing, *rest)]
     return done, failed
 
 

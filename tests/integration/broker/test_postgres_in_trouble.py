@@ -14,8 +14,10 @@ from support.databases import END_SESSIONS
 from support.waiting import until_so
 
 from broker.database import migrate
+from broker.operator import each
 from embedded import EmbeddedPostgres
 from postroom.chassis.postgres import _SERVER_SETTINGS
+from postroom.errors import Conflict
 
 Message = Callable[..., dict[str, Any]]
 Trouble = Callable[[str], Any]
@@ -216,3 +218,23 @@ async def test_a_batch_waits_only_so_long_while_others_hang(
             answer = await alice.post("/v1/accept", {"messages": [message("id-2")]})
 
     assert answer.status == 503 or answer.body["answers"][0]["status"] == 503
+
+
+async def test_a_postgres_that_fails_amid_many_things_is_not_asked_for_the_rest() -> None:
+    """Each might wait for its time-out, and the caller has gone by then."""
+    asked: list[str] = []
+
+    async def effect(thing: str) -> str:
+        asked.append(thing)
+        if thing == "a":
+            raise Conflict.of("taken", "it is taken")
+        if thing == "c":
+            raise asyncpg.QueryCanceledError("canceling statement due to statement timeout")
+        return thing
+
+    done, failed = await each("abcde", effect, str)
+    assert (asked, done) == (["a", "b", "c"], ["b"])
+    assert [(one.id, one.problem.code) for one in failed] == [
+        ("a", "taken"),
+        *((thing, "database_unavailable") for thing in "cde"),
+    ]
