@@ -778,9 +778,9 @@ def shown(office: Office, name: str) -> dict[str, Any]:
 
 def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
     office = consumer
-    declare(office, "idle")
     office.send("for-the-idle")
-    office.until_told("for-the-idle", "handled")
+    office.until_told("for-the-idle", "handled")  # which also made the stream
+    declare(office, "idle")
 
     async def info() -> tuple[int, int]:
         connection = await nats.connect(office.nats_url)
