@@ -19,9 +19,8 @@ from broker.metrics import Metrics
 from broker.programs import Health
 from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.config import show_certificate
 from postroom.chassis.listener import listening, remove, running, unix_listener
-from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import (
     answer_watchdog,
@@ -119,14 +118,8 @@ async def serving(services: Services) -> AsyncIterator[str]:
 
 
 def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
-    if config.tls_cert is None:
+    if config.tls_cert is None or config.tls_key is None:
         return None
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        for file in filter(None, (config.tls_cert, config.tls_key)):
-            read_regular(file)
-        tls.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        detail = f"cannot load tls_cert {config.tls_cert} with tls_key: {error}; check both files"
-        raise Fatal(Exit.CONFIG, detail) from error
+    show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert, tls_key")
     return tls

@@ -129,6 +129,20 @@ def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
         raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {error}; check that file") from error
 
 
+def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, names: str) -> None:
+    """Have a context show a certificate to its peers; raises `Fatal` (78), with the settings' `names`, if it can't."""
+
+    def refuse() -> str:  # OpenSSL would ask on the terminal
+        raise ValueError("the key has a pass phrase, which nobody is asked for: write it without one")
+
+    try:
+        for file in (certificate, key):
+            read_regular(file)
+        tls.load_cert_chain(certificate, key, refuse)
+    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+        raise Fatal(Exit.CONFIG, f"{names}: cannot use {certificate} with {key}: {error}; check both files") from error
+
+
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Walk every leaf of a config type, in the order it is written."""
     hints = get_type_hints(config, include_extras=True)

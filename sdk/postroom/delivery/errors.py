@@ -49,7 +49,12 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
     if isinstance(error, (ssl.SSLError, Fatal)):
-        why = str(error) if isinstance(error, Fatal) else why_unreachable(error, "nats.ca_file")
+        if isinstance(error, Fatal):
+            why = str(error)
+        elif error.reason == "TLSV13_ALERT_CERTIFICATE_REQUIRED":
+            why = "it asks for a certificate: set nats.cert_file and nats.key_file"
+        else:
+            why = why_unreachable(error, "nats.ca_file")
         return Unavailable.of("nats_unavailable", f"{doing}: {why}", retryable=True)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
         sentence = str(error).removeprefix("nats: ") or type(error).__name__

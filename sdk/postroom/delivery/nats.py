@@ -13,6 +13,7 @@ here through a real server.
 
 import asyncio
 import re
+import ssl
 import stat
 from base64 import b64encode
 from datetime import timedelta
@@ -33,7 +34,7 @@ from nats.protocol.parser import (
     Parser,
 )
 
-from postroom.chassis.config import trusting
+from postroom.chassis.config import show_certificate, trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import read_regular
 from postroom.delivery.errors import NATS_ERRORS, from_nats, is_refusal
@@ -104,8 +105,11 @@ async def connect(
 
 def usable(settings: NatsSettings) -> dict[str, Any]:
     """Return nats-py's options for them; raises `Fatal` (78) where they name no servers, or an unusable file."""
-    trust = trusting(settings.ca_file, "nats.ca_file")
-    return {"servers": _servers(settings.url), "tls": trust, **_credentials(settings.credentials_file)}
+    tls = trusting(settings.ca_file, "nats.ca_file")
+    if settings.cert_file is not None and settings.key_file is not None:
+        tls = tls or ssl.create_default_context()
+        show_certificate(tls, settings.cert_file, settings.key_file, "nats.cert_file, nats.key_file")
+    return {"servers": _servers(settings.url), "tls": tls, **_credentials(settings.credentials_file)}
 
 
 def _servers(urls: str) -> list[str]:
@@ -202,7 +206,7 @@ class NatsClient(Client):
                 writer.transport.abort()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Use TLS where the URL or `ca_file` asks for it: nats-py would give its password to a server without."""
+        """Use TLS where the URL or a setting asks for it: nats-py would give its password to a server without."""
         scheme = "" if self._current_server is None else self._current_server.uri.scheme
         if scheme == "tls" or (scheme == "nats" and "tls" in self.options):
             info["tls_required"] = True

@@ -54,6 +54,10 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the server's certificate")
     ] = None
+    cert_file: Annotated[
+        Path | None, Meta(description="certificate chain (PEM) for servers that ask their clients for one")
+    ] = None
+    key_file: Annotated[Path | None, Meta(description="private key (PEM) of `cert_file`, without a pass phrase")] = None
     connect_seconds: ConnectSeconds = 5
     reconnect_seconds: Annotated[
         float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")
@@ -62,6 +66,11 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
         float,
         Meta(gt=0, le=600, description="pause between pings, in seconds; a server that misses two counts as lost"),
     ] = 10
+
+    def __post_init__(self) -> None:
+        """Refuse half of a certificate."""
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together: set both or neither")
 
 
 def _check_age(seconds: float | None) -> None:

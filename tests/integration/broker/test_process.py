@@ -203,10 +203,11 @@ async def test_what_cannot_be_opened_is_named(
         *(({"admin_token_file": bad_tokens[name]}, "that a request can carry") for name in ("marked", "two", "long")),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
         ({"admin_token_file": pipe}, "admin_token_file .*not a regular file"),
-        ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert .*not a regular file"),
+        ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert.*not a regular file"),
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
-        ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert /nowhere"),
+        ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert.* /nowhere"),
+        ({"tls_cert": LOOPBACK / "certificate.pem", "tls_key": LOOPBACK / "locked.pem"}, "tls_key.* pass phrase"),
     ]
     for changes, sentence in wrong:
         with pytest.raises(Fatal, match=sentence) as refused:

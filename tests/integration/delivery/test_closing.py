@@ -13,11 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from msgspec.structs import replace
 from nats.errors import OutboundBufferLimitError
 from structlog.testing import capture_logs
 from support.waiting import until
 
 from embedded import EmbeddedNats
+from postroom.chassis.exits import Fatal
 from postroom.delivery.nats import connect
 from postroom.delivery.publication.link import Link
 from postroom.delivery.settings import NatsSettings
@@ -81,6 +83,32 @@ async def test_no_password_is_sent_without_tls_where_the_url_or_the_ca_file_asks
     finally:
         plain.stop()
         safe.stop()
+
+
+class NatsForCertificates(EmbeddedNats):
+    """One that answers only clients with a certificate of its authority."""
+
+    def _write(self, config: dict[str, Any]) -> None:
+        certificate = str(LOOPBACK / "certificate.pem")
+        tls = {"cert_file": certificate, "key_file": str(LOOPBACK / "key.pem"), "ca_file": certificate, "verify": True}
+        super()._write({**config, "tls": tls})
+
+
+async def test_a_server_that_asks_for_a_certificate_is_shown_that_of_the_settings(short_directory: Path) -> None:
+    server = NatsForCertificates(short_directory / "nats")
+    server.start()
+    trusting = NatsSettings(url=server.url, ca_file=LOOPBACK / "certificate.pem")
+    try:
+        settings = replace(trusting, cert_file=LOOPBACK / "certificate.pem", key_file=LOOPBACK / "key.pem")
+        client = await connect(settings, name="test", patience=3)
+        assert client.is_connected
+        await client.close()
+        with pytest.raises(Unavailable, match=r"set nats\.cert_file and nats\.key_file"):
+            await connect(trusting, name="test", patience=3)
+        with pytest.raises(Fatal, match=r"nats\.cert_file, nats\.key_file: .* pass phrase"):
+            await connect(replace(settings, key_file=LOOPBACK / "locked.pem"), name="test", patience=3)
+    finally:
+        server.stop()
 
 
 @pytest.fixture

@@ -120,3 +120,12 @@ def test_a_duplicate_window_is_refused_that_nats_takes_for_no_stream() -> None:
         assert msgspec.convert({**usual, "duplicate_window_seconds": 0.1}, kind).duplicate_window_seconds == 0.1
         with pytest.raises(msgspec.ValidationError, match=r"`float` >= 0\.1 .*duplicate_window_seconds"):
             msgspec.convert({**usual, "duplicate_window_seconds": 0.05}, kind)
+
+
+@pytest.mark.parametrize("half", ["cert_file", "key_file"])
+def test_half_of_a_certificate_for_nats_is_refused(half: str, tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(f'[nats]\nurl = "nats://here"\n{half} = "half.pem"\n')
+    with pytest.raises(Fatal, match="cert_file and key_file belong together") as refused:
+        load_config(file, {})
+    assert refused.value.exit_code == Exit.CONFIG
