@@ -19,6 +19,7 @@ from broker.database import QUERIES, Database, unavailable_as_503
 from broker.limiter import Breaker
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
+from postroom.chassis.clock import now
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Route, decode_query, json_response
@@ -183,8 +184,9 @@ class OperatorLog(Handlers):
         """`GET /v1/operator_log`: an operator of one mesh sees the lines of that alone."""
         query = decode_query(request, LogQuery)
         mesh = any_mesh(request[PRINCIPAL], query.mesh)
-        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
         async with self._database.read(request[PRINCIPAL].whose) as connection:
+            since = query.earliest(await now(connection))
+            wanted = query.noun, query.verb, query.actor, query.key, since, query.cursor, query.limit + 1
             rows = await connection.fetch(QUERIES["list_operations"], *wanted, mesh, OF_MESH)
             if not rows:
                 await check_mesh(connection, mesh)

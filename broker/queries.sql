@@ -473,10 +473,10 @@ SELECT $1, $2, $3, key, $5, $6 FROM unnest($4::text[]) AS key;
 
 -- name: list_operations
 -- The latest $7 lines before the number $6, of things $1, by the verb $2, by who is $3, to the key $4, from $5 on; each of
--- these may be null. With a mesh $8 only lines of the nouns $9, whose keys begin with their mesh.
+-- these but the time may be null. With a mesh $8 only lines of the nouns $9, whose keys begin with their mesh.
 SELECT id, at, actor, verb, noun, key, outcome, reason FROM mesh.operator_log
 WHERE ($1::text IS NULL OR noun = $1) AND ($2::text IS NULL OR verb = $2) AND ($3::text IS NULL OR actor = $3)
-  AND ($4::text IS NULL OR key = $4) AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::bigint IS NULL OR id < $6)
+  AND ($4::text IS NULL OR key = $4) AND at >= $5 AND ($6::bigint IS NULL OR id < $6)
   AND ($8::text IS NULL OR noun = ANY ($9::text[]) AND split_part(key, ' ', 1) = $8)
 ORDER BY id DESC LIMIT $7;
 

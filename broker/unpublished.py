@@ -15,7 +15,7 @@ from broker.database import Database
 from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
-from postroom._wire.nouns import Result
+from postroom._wire.nouns import Result, invalid_cursor
 from postroom._wire.unpublished import (
     CONSUMERS,
     SOURCES,
@@ -46,7 +46,7 @@ from postroom.delivery.publication.postgres import (
     not_done,
     redrive,
 )
-from postroom.errors import InvalidMessage, PostroomError
+from postroom.errors import PostroomError
 
 
 class Unpublished:
@@ -198,11 +198,9 @@ class Sources(Handlers):
             refuse_mesh(asked)
             wanted = asked.filter
             try:
-                wanted.since = wanted.since.astimezone(UTC)
                 until = None if asked.cursor is None else datetime.fromisoformat(asked.cursor).astimezone(UTC)
             except (OverflowError, ValueError):
-                sentence = "`since` is a time with its offset, and `cursor` is from the answer before"
-                raise InvalidMessage.of("invalid_request", sentence) from None
+                raise invalid_cursor() from None
             async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
                 until = until or await now(connection)
                 found, more = await redrive(connection, wanted, until=until, dry_run=asked.dry_run)
@@ -212,7 +210,7 @@ class Sources(Handlers):
                         request[PRINCIPAL].actor,
                         verb,
                         SOURCES.name,
-                        wanted.key,
+                        wanted.key(until),
                         outcome=redriven(found),
                         reason=asked.reason,
                     )

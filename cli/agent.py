@@ -1,6 +1,7 @@
 """`postroom agent …`: run an agent, look at what its event store holds, publish it again by hand."""
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -9,6 +10,7 @@ import typer
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
+from postroom._wire.operations import Recent
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
 
@@ -146,9 +148,10 @@ def republish(
 
     why = reason_or_ask(reason, dry_run=dry_run)
     _, database = stored.find()
+    begin = Recent(**since).earliest(datetime.now(UTC))
     if not dry_run:
-        confirm(f"Publish again what was published since {when(since)}?", yes=yes)
-    messages = asyncio.run(republish_since(database, since, reason=why, dry_run=dry_run))
+        confirm(f"Publish again what was published since {when(begin)}?", yes=yes)
+    messages = asyncio.run(republish_since(database, begin, reason=why, dry_run=dry_run))
     if as_json:
         json_line({"messages": messages})
     else:

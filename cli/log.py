@@ -2,9 +2,8 @@
 
 import heapq
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -12,7 +11,7 @@ import typer
 from cli import completion
 from cli.connect import with_daemon
 from cli.main import ending
-from cli.noun import Json, OutboxDatabase, OutboxPlace, Socket, TokenFile, Url, choice, moment, named, noun
+from cli.noun import Json, OutboxDatabase, OutboxPlace, Socket, TokenFile, Url, choice, named, noun, recent
 from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
@@ -49,8 +48,8 @@ def log(
     actor: Annotated[str | None, typer.Option(metavar="WHO", help="Only by this one, such as administrator.")] = None,
     key: Annotated[str | None, typer.Option(metavar="KEY", help="Only of this thing, as the list shows it.")] = None,
     since: Annotated[
-        datetime | None,
-        typer.Option(parser=moment, metavar="TIME", help="Only from a time on, or in the last 90s, 15m, 7d."),
+        dict[str, Any] | None,
+        typer.Option(parser=recent, metavar="TIME", help="Only from a time on, or in the last 90s, 15m, 7d."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many lines to show.")] = 50,
     place: Annotated[
@@ -79,7 +78,7 @@ def log(
         postroom log --actor lea --since 1d
         postroom log --mesh sea
     """  # noqa: D301 - \b: as it stands
-    query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, since=since)
+    query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, **(since or {}))
 
     def broker() -> list[Placed]:
         asked = OutboxPlace(database, url, token_file)

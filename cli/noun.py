@@ -82,6 +82,11 @@ def age(text: str) -> dict[str, Any]:
     return {"older_than_seconds": duration(text)} if _DURATION.fullmatch(text) else {"before": moment(text)}
 
 
+def recent(text: str) -> dict[str, Any]:
+    """Read what `moment` reads as a condition too: how long ago a thing was, the clock that noted it has to say."""
+    return {"last_seconds": duration(text)} if _DURATION.fullmatch(text) else {"since": moment(text)}
+
+
 def rate(text: str) -> float:
     """Read `50/s` or `50` as messages a second."""
     match = _RATE.fullmatch(text)
@@ -145,10 +150,10 @@ OlderThan = Annotated[
     typer.Option("--older-than", parser=age, metavar="DURATION", help="Only older than 90s, 15m, 7d, or than a time."),
 ]
 Since = Annotated[
-    datetime,
+    dict[str, Any],
     typer.Option(
         "--since",
-        parser=moment,
+        parser=recent,
         help="Since when: a time in UTC, as in 2026-01-31T12:00:00, or how long ago, as in 90s, 1h30m, 7d.",
         metavar="TIME",
     ),

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
 
 import typer
@@ -38,7 +39,7 @@ from cli.output import confirm, json_line, line, listing, note, progress, reason
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
-from postroom._wire.words import ago, counted, when
+from postroom._wire.words import ago, counted, span, when
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import check_library_is_visible
 
@@ -185,12 +186,15 @@ def redrive(
 ) -> None:
     """Count what it is first, then ask for it, and say how many messages of each source it was."""
     why = reason_or_ask(reason, dry_run=dry_run)
-    meant = unpublished.PublishedFilter(since=since, stream=stream, confirmed=confirmed)
+    meant = unpublished.PublishedFilter(**since, stream=stream, confirmed=confirmed)
+    began = monotonic()
 
     counts = _publish_again(place, Change(reason=why, dry_run=True, as_json=as_json), meant)
     if not dry_run and counts.total():
-        published = f"{counted(counts.total(), 'message')} published since {when(since)}"
-        confirm(f"Publish {published} again?", yes=yes)
+        begin = f"since {when(meant.since)}" if meant.since else f"in the last {span(meant.last_seconds or 0)}"
+        confirm(f"Publish {counted(counts.total(), 'message')} published {begin} again?", yes=yes)
+        if meant.last_seconds is not None:
+            meant.last_seconds += monotonic() - began  # back to what was counted, however long the answer took
         counts = _publish_again(place, Change(reason=why, as_json=as_json), meant, counts.total())
     for source, messages in counts.items():
         if as_json:

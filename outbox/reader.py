@@ -107,7 +107,7 @@ class Reader:
 
     async def operations(self, query: LogQuery) -> LogPage:
         """Return what operators did to this outbox and its relay, the latest first."""
-        since = None if query.since is None else int(query.since.timestamp() * 1000)
+        since = int(query.earliest(datetime.fromtimestamp(self._clock() / 1000, UTC)).timestamp() * 1000)
         wanted = {**msgspec.structs.asdict(query), "since": since, "limit": query.limit + 1}
         rows = await self._read(lambda db: db.execute(_QUERIES["operations"], wanted).fetchall())
         lines = []

@@ -45,13 +45,13 @@ SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?;
 
 -- name: operations
 -- The latest lines of the log below the number :cursor, of things :noun, by :verb, by :actor, to the row :key, from :since
--- on, each of which may be null.
+-- on, each of which but the time may be null.
 SELECT seq, at, verb, actor, reason, row_id, detail, noun FROM (
   SELECT *, CASE WHEN row_id IS NOT NULL THEN 'row' WHEN verb IN ('pause', 'resume') THEN 'relay' ELSE 'outbox' END AS noun
   FROM operator_log
 )
 WHERE (:noun IS NULL OR noun = :noun) AND (:verb IS NULL OR verb = :verb) AND (:actor IS NULL OR actor = :actor)
-  AND (:key IS NULL OR row_id = :key) AND (:since IS NULL OR at >= :since) AND (:cursor IS NULL OR seq < :cursor)
+  AND (:key IS NULL OR row_id = :key) AND at >= :since AND (:cursor IS NULL OR seq < :cursor)
 ORDER BY seq DESC LIMIT :limit;
 
 -- name: log

@@ -11,7 +11,7 @@ import msgspec
 
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
-_FIRST: Final = datetime.min.replace(tzinfo=UTC)
+FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 
 
@@ -21,7 +21,7 @@ def check_moments(**moments: datetime | None) -> None:
     One without an offset is for the decoder to refuse.
     """
     for name, moment in moments.items():
-        if moment is not None and moment.tzinfo is not None and not _FIRST <= moment <= _LAST:
+        if moment is not None and moment.tzinfo is not None and not FIRST <= moment <= _LAST:
             raise ValueError(f"Time outside the calendar in field `{name}`")
 
 
@@ -29,5 +29,5 @@ def check_finite(**moments: datetime | None) -> None:
     """Raise it also where a field is the first or last moment of the calendar, which Postgres stores as infinite."""
     check_moments(**moments)
     for name, moment in moments.items():
-        if moment in {_FIRST, _LAST}:
+        if moment in {FIRST, _LAST}:
             raise ValueError(f"Time at an end of the calendar in field `{name}`")

@@ -19,8 +19,7 @@ from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from postroom._wire.administration import MAX_PAGE
-from postroom._wire.moment import Moment, check_moments
-from postroom._wire.operations import Reason
+from postroom._wire.operations import Reason, Recent
 from postroom.errors import Conflict, InvalidMessage, Problem
 
 Q = TypeVar("Q", bound=msgspec.Struct)  # a query
@@ -118,7 +117,7 @@ def invalid_cursor() -> InvalidMessage:
     return InvalidMessage.of("invalid_cursor", detail, field="cursor")
 
 
-class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LogQuery(Recent, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/operator_log`: which lines, the latest first; what is not set matches all.
 
     Lines of a `mesh` are those about it and what is in it; a token of one mesh implies it. A daemon has the same route
@@ -130,12 +129,8 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     verb: str | None = None
     actor: str | None = None
     key: str | None = None
-    since: Moment | None = None
     cursor: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
-
-    def __post_init__(self) -> None:
-        check_moments(since=self.since)
 
 
 class LogLine(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):

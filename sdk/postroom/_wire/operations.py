@@ -24,7 +24,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 import msgspec
 
 from postroom._wire.message import SendRequest
-from postroom._wire.moment import Moment, check_moments
+from postroom._wire.moment import FIRST, Moment, check_moments
 from postroom._wire.names import REASON
 from postroom._wire.sends import RowStatus
 
@@ -54,6 +54,21 @@ class Aged(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
             return self.before
         old_enough = now - timedelta(seconds=self.older_than_seconds)
         return old_enough if self.before is None else min(old_enough, self.before)
+
+
+class Recent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Conditions on when something happened; `last_seconds` are counted back by the clock that noted it."""
+
+    last_seconds: Age | None = None
+    since: Moment | None = None
+
+    def __post_init__(self) -> None:
+        check_moments(since=self.since)
+
+    def earliest(self, now: datetime) -> datetime:
+        """Return the time from which on the conditions hold; the first of all where they always hold."""
+        since = FIRST if self.since is None else self.since
+        return since if self.last_seconds is None else max(since, now - timedelta(seconds=self.last_seconds))
 
 
 class _Conditions(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from postroom._wire.administration import MeshQuery
-from postroom._wire.moment import Moment
 from postroom._wire.names import SNAKE
 from postroom._wire.nouns import Change, Noun, Result, Verb
-from postroom._wire.operations import Aged
+from postroom._wire.operations import Aged, Recent
 from postroom._wire.programs import Trouble
 from postroom.errors import Problem
 
@@ -104,17 +103,23 @@ class SourcePage(msgspec.Struct, kw_only=True):
     sources: list[SourceBacklog]
 
 
-class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was published from `since` on, into `stream` or any; with `confirmed` also what is known to be handled."""
+class PublishedFilter(Recent, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was published `since` a time, or in the `last_seconds` before the first request, of which one is required.
 
-    since: Moment
+    It is that into `stream`, or any; with `confirmed` also what is known to be handled.
+    """
+
     stream: str | None = None
     confirmed: bool = False
 
-    @property
-    def key(self) -> str:
-        """The key of a redrive in the operator log."""
-        return f"published into {self.stream or 'any stream'} since {self.since.isoformat()}"
+    def __post_init__(self) -> None:
+        Recent.__post_init__(self)
+        if self.since is None and self.last_seconds is None:
+            raise ValueError("Object missing required field `since`")
+
+    def key(self, until: datetime) -> str:
+        """Return the key of a redrive in the operator log, where its first request was at `until`."""
+        return f"published into {self.stream or 'any stream'} since {self.earliest(until).isoformat()}"
 
 
 class Redriven(msgspec.Struct, frozen=True):

@@ -6,13 +6,14 @@ of agents and of daemons.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import asyncpg
 import msgspec
 import pytest
+from support.clocks import Ahead
 from support.databases import ending_session, migrated_database
 from support.jetstream import DURABLE, Context, Script
 from support.operated import operated_broker
@@ -179,13 +180,6 @@ def test_filters_narrow_a_list(station: Station) -> None:
 def test_the_age_of_a_letter_is_counted_by_the_clock_of_postgres(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Ahead(datetime):
-        """The clock of a broker's host that is a day ahead."""
-
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Self:
-            return super().now(tz) + timedelta(days=1)
-
     station.bury("a")
     monkeypatch.setattr("postroom.delivery.dead_letters.operations.datetime", Ahead)
     dropped = station.user.run("dlq", "drop", "--all", "--older-than", "1h", "--reason", "old", "--yes")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from uuid import UUID
 
 import asyncpg
 import pytest
 from aiohttp import web
+from support.clocks import Ahead
 from support.operated import operated_broker
 from support.terminal import Terminal
 
@@ -98,6 +100,23 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_a
     assert logged["outcome"] == "published again: events 1, deliveries 0, letters 0"
     (waits, *_) = user.run("worker", "backlog", "--json").json
     assert waits["count"] == 2
+
+
+def test_how_long_ago_a_redrive_begins_is_counted_by_the_clock_of_postgres(
+    user: Terminal, poison: str, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = (
+        "UPDATE postroom.outbox_events SET stream = 'DEMO_EVENTS', stream_created_at = now(), stream_sequence = 7, "
+        "published_at = now() WHERE publish_attempts = 0 RETURNING now() - interval '1 hour'"
+    )
+    ((an_hour_before,),) = asyncio.run(fetch(database_url, published))
+    assert poison
+    monkeypatch.setattr("cli.noun.datetime", Ahead)
+    done = user.run("worker", "redrive", "--since", "1h", "--reason", "a lost stream", "--yes")
+    assert done.out.startswith("events: 1 published again\n")
+    (logged,) = user.run("log", "--since", "1h", "--json").json
+    begun = datetime.fromisoformat(logged["key"].removeprefix("published into any stream since "))
+    assert an_hour_before - timedelta(minutes=1) < begun < an_hour_before + timedelta(minutes=1)
 
 
 async def fetch(database_url: str, query: str) -> list[asyncpg.Record]:

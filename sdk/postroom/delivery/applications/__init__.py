@@ -160,14 +160,15 @@ class Application:
                 found, more = await redrive(self._connection, wanted, until=until, dry_run=dry_run, tables=_TABLES)
                 done += found
                 if not dry_run:
-                    await self._keep_log("redrive", SOURCES.name, wanted.key, redriven(found), reason)
+                    await self._keep_log("redrive", SOURCES.name, wanted.key(until), redriven(found), reason)
         return Result(dry_run=dry_run, done=done, failed=[])
 
     async def log(self, query: LogQuery) -> LogPage:
         """Return what operators did here, the latest first; none of it is about a mesh."""
         if query.mesh is not None:
             return LogPage(lines=[])
-        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
+        since = query.earliest(await now(self._connection))
+        wanted = query.noun, query.verb, query.actor, query.key, since, query.cursor, query.limit + 1
         rows = await self._connection.fetch(QUERIES["list_operations"], *wanted)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
         return LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None)

@@ -40,8 +40,8 @@ INSERT INTO postroom.operator_log (actor, verb, noun, key, outcome, reason) VALU
 
 -- name: list_operations
 -- The latest $7 lines before the number $6, of the noun $1, the verb $2, the actor $3, the key $4, from $5 on; each of these
--- may be null.
+-- but the time may be null.
 SELECT id, at, actor, verb, noun, key, outcome, reason FROM postroom.operator_log
 WHERE ($1::text IS NULL OR noun = $1) AND ($2::text IS NULL OR verb = $2) AND ($3::text IS NULL OR actor = $3)
-  AND ($4::text IS NULL OR key = $4) AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::bigint IS NULL OR id < $6)
+  AND ($4::text IS NULL OR key = $4) AND at >= $5 AND ($6::bigint IS NULL OR id < $6)
 ORDER BY id DESC LIMIT $7;

@@ -334,7 +334,7 @@ async def redrive(
     """
     found, more = [], False
     for table in tables:
-        bounds = wanted.since, until, wanted.stream, wanted.confirmed, None if dry_run else _STEP
+        bounds = wanted.earliest(until), until, wanted.stream, wanted.confirmed, None if dry_run else _STEP
         keys = [row[0] for row in await connection.fetch(table.queries["find_since"], *bounds)]
         count = len(keys)
         if not dry_run:
