@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from datetime import datetime
 from typing import Final
 
 import nats.errors
@@ -9,6 +10,7 @@ from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableEr
 
 from postroom._wire.http import why_unreachable
 from postroom._wire.sql import why_failed
+from postroom._wire.words import when
 from postroom.chassis.exits import Fatal
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
@@ -114,6 +116,12 @@ def subjects_overlap(durable: str, subjects: list[str]) -> Conflict:
 def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"
+    return NotFound.of("dead_letter_not_found", detail)
+
+
+def letter_settled(letter: str, act: str, actor: str, at: datetime) -> NotFound:
+    """Say what was done with a dead letter before."""
+    detail = f"the dead letter {letter!r} was {act} by {actor} on {when(at)}: see `postroom dlq log`"
     return NotFound.of("dead_letter_not_found", detail)
 
 

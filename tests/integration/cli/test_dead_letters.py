@@ -21,11 +21,11 @@ from support.terminal import Terminal
 
 from broker.database import migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
-from postroom import BrokerClient
+from postroom import BrokerClient, NotFound
 from postroom._wire.dead_letters import DEAD_LETTERS, DeadLetter, LetterFilter
 from postroom.claims import DONE, Dead
 from postroom.delivery.dead_letters import RecordedLetters
-from postroom.delivery.dead_letters.operations import count_letters
+from postroom.delivery.dead_letters.operations import LetterOperations, count_letters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 
@@ -222,9 +222,46 @@ def test_a_letter_that_was_settled_meanwhile_keeps_no_other(station: Station) ->
     station.user.run("dlq", "drop", "a", "--yes", "--reason", "another operator")
     dropped = station.user.run("dlq", "drop", "a", "b", "c", "--yes", "--reason", "a test")
     assert (dropped.code, dropped.out) == (1, "2 dropped, 1 failed\n")
-    assert "a: there is no dead letter 'a'" in dropped.err
+    assert "a: the dead letter 'a' was dropped by administrator on 20" in dropped.err
     assert station.letters() == []
-    assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "again").code == 3
+
+
+@pytest.mark.parametrize(("verb", "done"), [("replay", "replayed"), ("drop", "dropped")])
+def test_a_letter_that_another_operator_settled_is_refused_with_what_was_done_when_and_by_whom(
+    station: Station, verb: str, done: str
+) -> None:
+    station.bury("a")
+    (letter,) = station.letters()
+    other = station.user.run("dlq", verb, "a", "--yes", "--reason", "another operator")
+    assert other.code == 0
+    for name in "a", letter["id"]:
+        for late in "replay", "drop":
+            refused = station.user.run("dlq", late, name, "--yes", "--reason", "too late")
+            assert refused.code == 3
+            said = refused.sentence()
+            assert said.startswith(f"the dead letter {name!r} was {done} by administrator on 20")
+            assert said.endswith(": see `postroom dlq log`")
+    unknown = station.user.run("dlq", "drop", "b", "--yes", "--reason", "a test")
+    assert (unknown.code, "there is no dead letter 'b'" in unknown.sentence()) == (3, True)
+
+
+def test_a_letter_that_another_operator_settles_during_a_request_is_refused_with_what_was_done(
+    station: Station,
+) -> None:
+    station.bury("a")
+
+    async def late(context: Context) -> object:
+        async with open_pool(station.database) as pool, pool.acquire() as connection:
+            letters = LetterOperations(connection, context.js, station.name, actor="zoe")
+            found = await letters.find(LetterFilter())
+            dropped = await asyncio.to_thread(station.user.run, "dlq", "drop", "a", "--yes", "--reason", "first")
+            assert dropped.code == 0
+            ((_, outcome),) = [one async for one in letters.settle("drop", found, why="second")]
+            return outcome
+
+    refused = station.work(late)
+    assert isinstance(refused, NotFound)
+    assert "was dropped by administrator on 20" in str(refused)
 
 
 @pytest.mark.parametrize(("verb", "done"), [("replay", "replayed"), ("drop", "dropped")])

@@ -17,7 +17,7 @@ sends them again under the same ids.
 import asyncio
 import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -56,6 +56,7 @@ from postroom.delivery.errors import (
     from_nats,
     letter_elsewhere,
     letter_not_found,
+    letter_settled,
     no_nats,
     no_payload,
     not_of_mesh,
@@ -102,6 +103,11 @@ class StoredLetter(NamedTuple):
     letter: DeadLetter | None
     row: int | None = None
     streamed: StreamedLetter | None = None  # of a letter without a row
+
+    @property
+    def known_as(self) -> str:
+        """What the record knows it as, also where another has given it a row meanwhile."""
+        return self.id if self.streamed is None else self.streamed.letter_id
 
     @property
     def key(self) -> tuple[datetime, bool, int]:
@@ -196,7 +202,10 @@ class LetterOperations:
         absent = sorted((wanted.ids or frozenset()) - known) if cursor is None else []
         if absent and not self._js:
             raise no_nats(f"looking for the dead letter {absent[0]}")
-        missing = {id_: letter_not_found(id_) for id_ in absent}
+        known_as = {id_: id_ for id_ in absent}
+        async with aclosing(self._read_places(self._places(absent))) as placed:
+            known_as |= {stored.id: stored.known_as async for stored, _ in placed}
+        missing = await self._missing(known_as)
         if len(found) <= limit:
             return StoredPage(found, None, missing)
         at, streamed, number = found[limit - 1].key
@@ -279,8 +288,8 @@ class LetterOperations:
                 if stored.streamed is not None and stored.streamed.recorded:
                     consumer = "" if stored.letter is None else stored.letter.consumer
                     outcomes[stored.id] = letter_elsewhere(stored.id, consumer)
-                elif stored.id not in taken:
-                    outcomes[stored.id] = letter_not_found(stored.id)
+            late = [stored for stored in some if stored.id not in taken.keys() | outcomes.keys()]
+            outcomes |= await self._missing({stored.id: stored.known_as for stored in late})
             send = EFFECTS[verb]
             outcomes |= dict.fromkeys(taken) if send is None else await send(self, taken)
             done = [id_ for id_ in taken if not isinstance(outcomes[id_], PostroomError)]
@@ -373,18 +382,35 @@ class LetterOperations:
 
         This is fast for a client that settles many letters, some hundred at a time.
         """
-        stream = stream_name(self._context, "dlq")
-        places = {id_: place for id_ in ids if (place := _PLACE.fullmatch(id_)) and place["stream"] == stream}
+        places = self._places(ids)
         rows = [int(id_) for id_ in ids if _ROW.fullmatch(id_)]
         if not ids or len(rows) + len(places) < len(ids):
             return None
         found = await self._connection.fetch(QUERIES["find_letters"], self._context, rows, payloads)
         named = list(map(_recorded, found))
-        if places:
-            sequences = [int(place["sequence"]) for place in places.values()]
-            async with aclosing(self._read_stream(min(sequences), max(sequences))) as streamed:
-                named += [stored async for stored, known in streamed if stored.id in places and not known]
+        async with aclosing(self._read_places(places)) as streamed:
+            named += [stored async for stored, known in streamed if not known]
         return sorted(named, key=lambda stored: stored.key) if len(named) == len(ids) else None
+
+    def _places(self, ids: Collection[str]) -> dict[str, int]:
+        """Return the numbers of the letters that are named by their places in the stream."""
+        stream = stream_name(self._context, "dlq")
+        places = {id_: place for id_ in ids if (place := _PLACE.fullmatch(id_)) and place["stream"] == stream}
+        return {id_: int(place["sequence"]) for id_, place in places.items()}
+
+    async def _missing(self, known_as: Mapping[str, str]) -> dict[str, PostroomError]:
+        """Return why ids name no letter, by what the record knows each as: what was done with it, or that none is."""
+        if not known_as:
+            return {}
+        names = list(known_as.values())
+        rows = [int(name) for name in names if _ROW.fullmatch(name)]
+        settled: dict[str, tuple[str, str, datetime]] = {}
+        for *own, act, actor, at in await self._connection.fetch(QUERIES["find_settled"], self._context, rows, names):
+            settled |= dict.fromkeys(own, (act, actor, at))
+        return {
+            id_: letter_settled(id_, *settled[name]) if name in settled else letter_not_found(id_)
+            for id_, name in known_as.items()
+        }
 
     async def _read(self, after: tuple[datetime, bool, int], *, payloads: bool) -> AsyncGenerator[StoredLetter, None]:
         """Yield the letters after a place in the order of all of them; reads the stream no further than needed."""
@@ -436,6 +462,14 @@ class LetterOperations:
                     id_, known = f"{one.stream}/{one.sequence}", one.letter_id in seen
                     seen.add(one.letter_id)
                     yield StoredLetter(id_, one.stored_at, one.letter, streamed=one), known
+
+    async def _read_places(self, places: Mapping[str, int]) -> AsyncGenerator[tuple[StoredLetter, bool], None]:
+        """Yield those of the stream under these ids, and whether the record has them too."""
+        if places:
+            async with aclosing(self._read_stream(min(places.values()), max(places.values()))) as streamed:
+                async for stored, known in streamed:
+                    if stored.id in places:
+                        yield stored, known
 
     async def count_unrecorded(self, first: int, last: int) -> int:
         """Return how many letters under these numbers of the stream have no row."""

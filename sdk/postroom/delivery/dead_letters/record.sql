@@ -70,6 +70,14 @@ ON CONFLICT (context, letter_id) DO NOTHING RETURNING letter_id;
 -- Take back the rows that this transaction gave the letters $2 of the context $1.
 DELETE FROM postroom.dead_letters WHERE context = $1 AND letter_id = ANY ($2::text[]);
 
+-- name: find_settled
+-- What was done with letters of the context $1, the latest last: of the numbers $2, or of the ids, or messages, $3.
+SELECT id::text, letter_id, postroom.message_of_letter(letter_id), act, settled_by, settled_at
+FROM postroom.dead_letters
+WHERE context = $1 AND settled_at IS NOT NULL
+  AND (id = ANY ($2::bigint[]) OR letter_id = ANY ($3::text[]) OR postroom.message_of_letter(letter_id) = ANY ($3::text[]))
+ORDER BY settled_at, id;
+
 -- name: list_settled
 -- What operators did with letters of the context $1, oldest first.
 SELECT letter, act, settled_at, settled_by, why FROM postroom.dead_letters
