@@ -11,6 +11,7 @@ from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import BrokerClient, Client
+    from postroom.errors import PostroomError
 
 T = TypeVar("T")
 
@@ -51,6 +52,13 @@ def with_broker(
             return await work(client)
 
     return asyncio.run(run())
+
+
+def advised(error: PostroomError, advice: str) -> PostroomError:
+    """Return the error of a request that may have taken effect, with what makes a second try harmless."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    return type(error)(replace(error.problem, detail=f"{error}; {advice}"))
 
 
 def read_token(file: Path | None) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
-from cli.connect import with_broker
+from cli.connect import advised, with_broker
 from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
@@ -23,6 +23,7 @@ from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
 from postroom._wire.words import ago, json_fault
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import TryAgain, Unavailable
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -141,16 +142,21 @@ def start(
             raise Fatal(Exit.USAGE, "--threshold needs --first: a flow that is imported says its own threshold")
         names = ask_worker("describe", "flow", "--", flow)
 
+    id_ = job or uuid4()
     wanted = partial(
         StartJob,
         flow=names["name"],
         first=names["first"],
         threshold=names["threshold"],
-        id=job or uuid4(),
+        id=id_,
         request=msgspec.Raw(given),
         traceparent=traceparent,
     )
-    started = with_mesh(reach, lambda client, mesh: client.start_job(wanted(mesh=mesh)))
+    try:
+        started = with_mesh(reach, lambda client, mesh: client.start_job(wanted(mesh=mesh)))
+    except (TryAgain, Unavailable) as error:
+        again = f"then repeat it with --job {id_}, which does not start a second job"
+        raise advised(error, again) from error
     if as_json:
         json_line(started)
         return

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from cli.connect import RESTARTING, with_daemon
+from cli.connect import RESTARTING, advised, with_daemon
 from cli.output import json_line, line, note
 from postroom.chassis.exits import Exit, Fatal
 
@@ -83,11 +83,9 @@ def send_one(
     def work(client: Client) -> None:
         try:
             result = client.send(to, body_of(content), client_message_id=client_message_id, **options)
-        except (TryAgain, Unavailable) as error:  # it may have been kept: its id makes a second try harmless
-            from msgspec.structs import replace  # noqa: PLC0415
-
-            advice = f"then repeat it with --id {error.client_message_id}, which does not send a second message"
-            raise type(error)(replace(error.problem, detail=f"{error}; {advice}")) from error
+        except (TryAgain, Unavailable) as error:
+            again = f"then repeat it with --id {error.client_message_id}, which does not send a second message"
+            raise advised(error, again) from error
         message_id = result.client_message_id
         if wait is None:
             said = f"{message_id} {result.status}" + (" (duplicate)" if result.duplicate else "")

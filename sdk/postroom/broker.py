@@ -176,7 +176,9 @@ class BrokerClient(Calls):
 
     async def create_webhook(self, mesh: str, topic: str, url: str) -> NewWebhook:
         """Post a topic's messages to `url` from now on; return the secret that signs them, shown only once."""
-        return await self._change("POST", _path("topics", mesh, topic, "webhooks"), NewWebhook, CreateWebhook(url=url))
+        path, wanted = _path("topics", mesh, topic, "webhooks"), CreateWebhook(url=url)
+        shown = f"`postroom topic webhook list {topic}` shows it if so; remove it before you add it again"
+        return await self._change("POST", path, NewWebhook, wanted, unsure=shown)
 
     async def list_webhooks(self, mesh: str, topic: str) -> list[Webhook]:
         """Return the webhooks of a topic, the oldest first."""

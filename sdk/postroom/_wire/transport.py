@@ -40,6 +40,9 @@ MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
 
+_UNKNOWN: Final = "it is not known whether the request took effect"
+_SAFE: Final = "repeat it, which is safe"
+
 _decode_problem: Final = msgspec.json.Decoder(Problem).decode
 
 T = TypeVar("T")
@@ -100,8 +103,8 @@ class Peer(NamedTuple):
     def __str__(self) -> str:
         return f"the {self.role} at {self.address}"
 
-    def failure(self, error: Exception) -> PostroomError:
-        """Build the error for a connection that failed."""
+    def failure(self, error: Exception, unsure: str | None = None) -> PostroomError:
+        """Build the error for a connection that failed; `unsure` says how to go on where a change may have happened."""
         cause = error.__cause__ if isinstance(error, Unreachable) else None
         match cause or error:
             case FileNotFoundError() | ConnectionRefusedError():
@@ -110,9 +113,10 @@ class Peer(NamedTuple):
                 detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}; use an account that may"
                 return NotPermitted.of("socket_not_permitted", detail)
             case TimeoutError():
-                detail = (
-                    f"{self} did not answer in time: it hangs or is overloaded; try again, or see `postroom doctor`"
-                )
+                advice = "it hangs or is overloaded; try again, or see `postroom doctor`"
+                if unsure is not None and cause is None:
+                    advice = f"{_UNKNOWN}: {unsure}"
+                detail = f"{self} did not answer in time: {advice}"
                 return Unavailable.of("no_answer", detail, retryable=True)
             case Garbled():
                 return self.foreign(str(error))
@@ -126,14 +130,13 @@ class Peer(NamedTuple):
             case other if cause is not None:
                 reason = why_unreachable(other, "SSL_CERT_FILE")
             case _:
-                return self.lost()
+                return self.lost(unsure)
         return self.absent(reason)
 
-    def lost(self) -> Unavailable:
+    def lost(self, unsure: str | None = None) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        broke = f"the connection to {self} broke; it is not known whether the request took effect"
-        advice = "send a message again under its id, and check the outcome of anything else"
-        return Unavailable.of("connection_lost", f"{broke}: {advice}", retryable=True)
+        advice = "try again, a message under its id" if unsure is None else f"{_UNKNOWN}: {unsure}"
+        return Unavailable.of("connection_lost", f"the connection to {self} broke: {advice}", retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
         """Raise the problem that the peer answered with, or an error for an answer that is not a problem."""
@@ -201,12 +204,12 @@ class Transport:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         waiting: float = 0.0,
-        repeatable: bool = False,
+        unsure: str | None = None,
     ) -> T:
         """Send one request and decode its answer; the peer may take `waiting` seconds longer than usual.
 
-        Raises `InvalidMessage`, the problem that the peer answered with, or `Unavailable`. An idempotent request is
-        `repeatable`.
+        Raises `InvalidMessage`, the problem that the peer answered with, or `Unavailable`. A request that is not
+        idempotent has in `unsure` how to go on where it is not known whether it took effect.
         """
         data: bytes | None = body if body is None or isinstance(body, bytes) else _json(body)
         framing = "" if method == "GET" else "Content-Length: 0\r\n"
@@ -219,10 +222,10 @@ class Transport:
                 seconds=self.timeout + waiting,
                 connecting=self.timeout,
                 limit=MAX_ANSWER,
-                repeatable=repeatable,
+                repeatable=unsure is None,
             )
         except (Unreachable, Garbled, OSError) as error:
-            raise self.peer.failure(error) from error
+            raise self.peer.failure(error, unsure) from error
         if head.status >= HTTPStatus.MULTIPLE_CHOICES:
             self.peer.refusal(head.status, head.media, content)
         return self.decode(content, answer)
@@ -352,12 +355,14 @@ class Calls:
 
     async def _repeat(self, method: str, path: str, answer: type[T], **how: Any) -> T:
         """Ask for what is idempotent, until it succeeds, fails permanently, or patience ends."""
-        call = partial(self._transport.call, method, path, answer, repeatable=True, **how)
+        call = partial(self._transport.call, method, path, answer, **how)
         return await retrying(call, self._patience())
 
-    async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:
+    async def _change(
+        self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None, *, unsure: str = _SAFE
+    ) -> T:
         """Ask for a change; retried only where it certainly did not happen."""
-        call = partial(self._transport.call, method, path, answer, body=body)
+        call = partial(self._transport.call, method, path, answer, body=body, unsure=unsure)
         return await retrying_unless_arrived(call, self._patience())
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -273,6 +276,26 @@ def test_a_hung_daemon_is_given_up(short_directory: Path, monkeypatch: pytest.Mo
         ended = Terminal(path).run("outbox", "list")
     assert ended.code == 69
     assert "did not answer in time" in ended.sentence()
+
+
+@contextmanager
+def hung_broker(directory: Path) -> Iterator[Terminal]:
+    """An operator at a broker whose kernel accepts connections, and that answers none."""
+    token = directory / "token"
+    token.write_text("a-token")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield Terminal(POSTROOM_BROKER_URL=url, POSTROOM_ADMIN_TOKEN_FILE=str(token), POSTROOM_MESH="demo")
+
+
+def test_a_start_of_a_job_without_an_answer_says_how_to_repeat_it_without_a_second_job(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect.with_broker, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
+    with hung_broker(short_directory) as there:
+        ended = there.run("jobs", "start", "elsewhere", "--first", "extract")
+    assert ended.code == 69
+    assert re.search("repeat it with --job [0-9a-f-]{36}, which does not start a second job", ended.sentence())
 
 
 async def test_a_daemon_of_another_version_is_said_to_be_one(short_directory: Path) -> None:

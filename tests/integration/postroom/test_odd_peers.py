@@ -121,6 +121,33 @@ async def test_a_daemon_that_hangs_is_given_up_after_the_time_out(short_director
     assert caught.value.code == "no_answer"
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["hangs", "ends"])
+async def test_of_a_change_without_an_answer_it_is_said_that_it_may_have_happened_and_how_to_go_on(
+    short_directory: Path, *, ends: bool
+) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if ends:
+            writer.close()
+
+    path = short_directory / "odd.sock"
+    async with (
+        await asyncio.start_unix_server(serve, path),
+        await asyncio.start_server(serve, "127.0.0.1", 0) as server,
+        AsyncClient(path, timeout=0.2, patience=0) as client,
+        BrokerClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "a", timeout=0.2, patience=0) as broker,
+    ):
+        unknown = "it is not known whether the request took effect: "
+        with pytest.raises(Unavailable, match=f"{unknown}repeat it, which is safe") as caught:
+            await client.act("abort", "lost-1", reason="a test")
+        assert caught.value.code == ("connection_lost" if ends else "no_answer")
+        with pytest.raises(Unavailable, match=f"{unknown}`postroom topic webhook list orders` shows it if so"):
+            await broker.create_webhook("demo", "orders", "https://example.com")
+        for question in client.health(), client.send("topic:orders", "hello"):
+            with pytest.raises(Unavailable) as caught:
+                await question
+            assert "took effect" not in str(caught.value)
+
+
 async def test_a_daemon_that_hangs_is_not_followed_for_longer_than_the_time_out(short_directory: Path) -> None:
     path = short_directory / "hung.sock"
     with socket.socket(socket.AF_UNIX) as listener:
