@@ -5,7 +5,8 @@
 
 A day is written once, an hour after its end, and then stays as it is, also when retention has deleted its messages. The
 bytes follow from the rows: one day rebuilt elsewhere is the same file. With `verify=true` every existing day is
-recomputed and compared. It never has bodies, only their fingerprints.
+recomputed and compared. A day of which retention has deleted messages is neither written nor compared, since what is
+left of it would pass for the whole. It never has bodies, only their fingerprints.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from pipeline.runner import Database, Outcome, draft, local_directory, moment, submitted, sweep
-from pipeline.tables import columns, read_ranges, snapshot
+from pipeline.tables import QUERIES, columns, read_ranges, snapshot
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import put_new
 
@@ -35,6 +36,11 @@ _GROUP_ROWS: Final = 65_536  # of a row group
 DAYS: Final = columns("source string, day string, rows long, became string")
 _SETTLED: Final = timedelta(hours=1)  # after which nothing of a day can still commit
 
+_SENTENCES: Final = {
+    "different": "not what it was",
+    "missed": "not written: retention has deleted messages of it",
+    "unverified": "not compared: retention has deleted messages of it",
+}
 _HISTORY: Final = columns(
     "day string, mesh string, history_id long, accepted_at timestamp, broker_message_id string, "
     "client_message_id string, sender string, to string, recipients integer, request_fingerprint string"
@@ -47,7 +53,11 @@ _OUTBOX: Final = columns(
 
 
 class Day(NamedTuple):
-    """A day, and what became of it: `written`, `kept` unread, or found to be the `same` or `different`."""
+    """A day, and what became of it.
+
+    It was `written`, `kept` unread, or found to be the `same` or `different`. Where retention has deleted messages of
+    it, it is `unverified`, or `missed` where it had not been written before.
+    """
 
     source: str
     day: str
@@ -55,8 +65,12 @@ class Day(NamedTuple):
     became: str
 
 
-def write_days(directory: Path, batches: Iterator[pa.RecordBatch], *, verify: bool) -> Iterator[pa.RecordBatch]:
+def write_days(
+    directory: Path, batches: Iterator[pa.RecordBatch], *, verify: bool, deleted_to: str = ""
+) -> Iterator[pa.RecordBatch]:
     """Write the rows of each day, which come one day after the other; yield a row of `DAYS` for each.
+
+    Days up to `deleted_to` are no longer whole.
 
     Row groups have one size, wherever Spark's batches end, and a file gets its name when it is complete. So a task that
     runs twice writes the same bytes, and the second time finds the file.
@@ -64,7 +78,7 @@ def write_days(directory: Path, batches: Iterator[pa.RecordBatch], *, verify: bo
     import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
 
     for day, parts in groupby(_by_day(batches), key=lambda part: part[0]):
-        done = _write_day(directory, day, (rows for _, rows in parts), verify=verify)
+        done = _write_day(directory, day, (rows for _, rows in parts), verify=verify, is_whole=day > deleted_to)
         yield pa.RecordBatch.from_pylist([done._asdict()])
 
 
@@ -80,11 +94,13 @@ def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordB
             start += length
 
 
-def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool) -> Day:
+def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool, is_whole: bool) -> Day:
     final = directory / f"day={day}" / "part.parquet"
     sweep(final.parent)
-    if final.exists() and not verify:
+    if (is_there := final.exists()) and not verify:
         return Day(directory.name, day, sum(part.num_rows for part in parts), "kept")
+    if not is_whole:
+        return Day(directory.name, day, sum(part.num_rows for part in parts), "unverified" if is_there else "missed")
     final.parent.mkdir(parents=True, exist_ok=True)
     with draft(final.parent) as fresh:
         import pyarrow as pa  # noqa: PLC0415
@@ -119,7 +135,7 @@ class Options(Database, kw_only=True):
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
-    """Write the days that are over; the outcome has failed where a day is not what it was."""
+    """Write the days that are over; the outcome has failed where a day is not what it was, or no longer whole."""
     output = local_directory(options.output)
     ends = moment(options.before, "before")
     with snapshot(options.database_url) as taken:
@@ -127,7 +143,9 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         last = min(settled, ends or settled)
         before = last.replace(hour=0, minute=0, second=0, microsecond=0)  # what is written of a day is never completed
         history = read_ranges(spark, taken, "audit_rows", _HISTORY, None, before)
-        days = _write(history, ("mesh", "history_id"), output / "history", verify=options.verify)
+        ((deleted,),) = taken.fetch(QUERIES["deleted_to"])
+        deleted_to = "" if deleted is None else f"{deleted:%Y-%m-%d}"
+        days = _write(history, ("mesh", "history_id"), output / "history", options, deleted_to)
     if options.outbox is not None:
         # read rows as `postroom outbox export` writes them, and no column from the name of a directory; a row that two
         # exports agree about is one; a damaged one ends the pipeline, since a day that lacks it would stay so
@@ -141,17 +159,17 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         exported = rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*").where(
             F.col("enqueued_at") < F.lit(before)
         )
-        days += _write(exported, ("enqueued_at", "id", "status"), output / "outbox", verify=options.verify)
-    counts = {what: sum(day.became == what for day in days) for what in ("written", "kept", "same", "different")}
+        days += _write(exported, ("enqueued_at", "id", "status"), output / "outbox", options)
+    counts = {what: sum(day.became == what for day in days) for what in ("written", "kept", "same", *_SENTENCES)}
     facts = {f"days {what}": count for what, count in counts.items() if count}
-    different = [f"{day.source} of {day.day}" for day in days if day.became == "different"]
+    said = {f"{day.source} of {day.day}": _SENTENCES[day.became] for day in days if day.became in _SENTENCES}
     facts["rows written"] = sum(day.rows for day in days if day.became == "written")
-    return Outcome({**facts, **dict.fromkeys(different, "not what it was")}, failed=bool(different))
+    return Outcome({**facts, **said}, failed=bool(counts["different"] or counts["missed"]))
 
 
-def _write(rows: DataFrame, key: tuple[str, ...], directory: Path, *, verify: bool) -> list[Day]:
+def _write(rows: DataFrame, key: tuple[str, ...], directory: Path, options: Options, deleted_to: str = "") -> list[Day]:
     ordered = rows.repartition("day").sortWithinPartitions("day", *key)
-    written = ordered.mapInArrow(partial(write_days, directory, verify=verify), DAYS)
+    written = ordered.mapInArrow(partial(write_days, directory, verify=options.verify, deleted_to=deleted_to), DAYS)
     return sorted(Day(*row) for row in written.collect())
 
 

@@ -47,6 +47,10 @@ JOIN mesh.mesh ON mesh.id = history.mesh_id
 JOIN mesh.member AS sender ON sender.id = history.sender_id
 WHERE history.mesh_id = $1 AND history.history_id > $2 AND history.history_id <= $3 AND history.accepted_at < $4;
 
+-- name: deleted_to
+-- When the last message was accepted that retention has deleted, null where it has deleted none.
+SELECT max(last_accepted_at) AS deleted_to FROM mesh.history_deletion;
+
 -- name: latency_rows
 -- How long the messages in a range of a mesh's history took, accepted from $4 on and before $5: until each delivery and
 -- event was published, and until each consumer had handled it. In milliseconds.

@@ -191,10 +191,12 @@ CREATE INDEX message_history_time ON mesh.message_history (mesh_id, accepted_at,
 -- How far each deletion of messages reached, for a reader that asks whether it has missed some. A reader that began after
 -- the deletion `id` and stands at a number has lost messages where a later deletion went beyond that number. So a row that
 -- is both older and lower than another says nothing any more, and goes: one row a mesh, unless its retention was shortened.
+-- By `last_accepted_at` a reader knows the days of which messages are missing.
 CREATE TABLE mesh.history_deletion (
   id bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
   mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
   last_history_id bigint NOT NULL,
+  last_accepted_at timestamptz NOT NULL,
   deleted_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX history_deletion_reach ON mesh.history_deletion (mesh_id, last_history_id);
@@ -322,8 +324,8 @@ BEGIN
   DELETE FROM mesh.history_deletion AS earlier
   USING (SELECT mesh_id, max(history_id) AS last FROM deleted GROUP BY mesh_id) AS reach
   WHERE earlier.mesh_id = reach.mesh_id AND earlier.last_history_id <= reach.last;
-  INSERT INTO mesh.history_deletion (mesh_id, last_history_id)
-  SELECT mesh_id, max(history_id) FROM deleted GROUP BY mesh_id ORDER BY mesh_id;
+  INSERT INTO mesh.history_deletion (mesh_id, last_history_id, last_accepted_at)
+  SELECT mesh_id, max(history_id), max(accepted_at) FROM deleted GROUP BY mesh_id ORDER BY mesh_id;
   RETURN NULL;
 END $$;
 

@@ -179,6 +179,41 @@ def test_the_audit_log_writes_the_days_that_are_over_by_the_clock_of_postgres(
     assert pipeline("audit-log", f"output={tmp_path}").facts["days written"] == 1
 
 
+def test_the_audit_log_neither_writes_nor_compares_a_day_of_which_retention_has_deleted_messages(
+    history: History, pipeline: Any, tmp_path: Path
+) -> None:
+    """What is left of it would be kept as if it were whole."""
+    history.tamper(
+        "UPDATE mesh.message_history SET accepted_at = "
+        "date_trunc('day', now(), 'UTC') - (2 + history_id % 2) * interval '1 day' + history_id * interval '1 minute'"
+    )
+    before = pipeline("audit-log", f"output={tmp_path}/before")
+    assert before.facts == {"days written": 2, "rows written": 30}
+    history.execute("DELETE FROM mesh.message_history WHERE history_id = 1")
+    day = f"{datetime.now(UTC) - timedelta(days=3):%Y-%m-%d}"
+
+    late = pipeline("audit-log", f"output={tmp_path}/late")
+    assert late.failed
+    assert late.facts == {
+        "days written": 1,
+        "days missed": 1,
+        "rows written": 15,
+        f"history of {day}": "not written: retention has deleted messages of it",
+    }
+    assert not (tmp_path / f"late/history/day={day}").exists()
+
+    kept = pipeline("audit-log", f"output={tmp_path}/before")
+    assert (kept.facts, kept.failed) == ({"days kept": 2, "rows written": 0}, False)
+    verified = pipeline("audit-log", f"output={tmp_path}/before", "verify=true")
+    assert not verified.failed
+    assert verified.facts == {
+        "days same": 1,
+        "days unverified": 1,
+        "rows written": 0,
+        f"history of {day}": "not compared: retention has deleted messages of it",
+    }
+
+
 def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
     day = tmp_path / "day=2026-10-01"
     day.mkdir()
