@@ -8,7 +8,8 @@ sent to it, and the topics it is subscribed to.
 History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
 come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
 misses a message that committed late. After a restore the numbers continue above all that were ever issued; a reader
-whose last number is lost gets a 410 that says where to resume.
+whose last number is lost gets a 410 that says where to resume. One that is later than retention learns that from each
+page, which says up to which number messages were deleted.
 
 `POST /v1/accepted`: which of a member's messages the broker has accepted. B0 alone: no row, no unit of the limiter.
 
@@ -102,7 +103,12 @@ class History:
         next_after = page.looked_to if page.more else None
         if page.messages and (len(page.messages) < page.matched or page.matched == query.limit):
             next_after = page.last
-        answer = HistoryPage(messages=page.messages, next_after=next_after, incarnation=str(incarnation))
+        answer = HistoryPage(
+            messages=page.messages,
+            next_after=next_after,
+            incarnation=str(incarnation),
+            deleted_to=page.deleted_to,
+        )
         return json_response(answer)
 
     async def find_messages(self, request: web.Request) -> web.Response:
@@ -169,11 +175,13 @@ class _Page:
         self.matched = 0  # rows of the history that the caller may see, of those that were looked at
         self.looked_to: int | None = None  # the last history_id that was looked at
         self.more = False  # whether the history goes on behind it
+        self.deleted_to: int | None = None  # the last history_id that retention has deleted
         self.last: int | None = None  # that of the last message
 
     def add(self, row: asyncpg.Record) -> None:
         """Add a row of `read_history`; a page that is full leaves it to the next one."""
         self.looked_to, self.matched, self.more = row["looked_to"], row["matched"], row["more"]
+        self.deleted_to = row["deleted_to"]
         if row["history_id"] is not None and self.size < MAX_PAGE_BYTES:
             self.messages.append(msgspec.Raw(msgspec.json.encode(_shown(row, bodies=self._bodies))))
             self.size += len(row["body"]) + len(row["meta"] or "")

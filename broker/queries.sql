@@ -353,9 +353,9 @@ LEFT JOIN mesh.mesh ON mesh.slug = $1;
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
 -- $4 are returned. $5 is the member that reads, null for one who may read everything; $6 and $7 are a destination, or
--- null; $8 and $9 are the horizon, beyond which a lower number may still come. Each row says how far the page looked and
--- whether there is more behind; there is one row without a message where the page is empty. Ages are of 32 bits: a negative
--- one is that of a very old row.
+-- null; $8 and $9 are the horizon, beyond which a lower number may still come. Each row says how far the page looked,
+-- whether there is more behind, and up to which number retention has deleted messages of the mesh; there is one row without a
+-- message where the page is empty. Ages are of 32 bits: a negative one is that of a very old row.
 WITH looked_at AS MATERIALIZED (
   SELECT history_id, sender_id, destination_kind, destination_id, destination_ref
   FROM mesh.message_history
@@ -377,7 +377,8 @@ WITH looked_at AS MATERIALIZED (
     EXISTS (
       SELECT FROM mesh.message_history
       WHERE mesh_id = $1 AND history_id > (SELECT coalesce(max(history_id), $2) FROM looked_at)
-    ) AS more
+    ) AS more,
+    (SELECT max(last_history_id) FROM mesh.history_deletion WHERE mesh_id = $1) AS deleted_to
 ), page AS (
   SELECT message.* FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
 )

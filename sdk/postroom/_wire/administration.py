@@ -313,12 +313,14 @@ class HistoryPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `next_after` is the `after` of the next page, and is absent at the end of what has committed so far. A page may have
     fewer messages than requested, even none, and still have a next one: the broker searches a limited part of the
-    history for what the caller may see. `incarnation` names the database that it was read from.
+    history for what the caller may see. `incarnation` names the database that it was read from. A reader whose `after`
+    was lower than `deleted_to` may have missed what retention has deleted in between.
     """
 
     messages: list[HistoryMessage]
     next_after: int | None = None
     incarnation: str | None = None
+    deleted_to: int | None = None
 
 
 class BrokerHealth(msgspec.Struct, kw_only=True):

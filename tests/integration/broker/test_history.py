@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker import history
+from broker.retention import step
 
 Message = Callable[..., dict[str, Any]]
 
@@ -123,6 +124,21 @@ async def test_a_reader_never_skips_a_message_that_commits_late(
     await postgres.execute("SELECT pg_advisory_unlock(7)")
     assert await reading == [[1], [2, 3]]
     assert (await late).history_id == 2
+
+
+async def test_a_page_says_up_to_which_number_retention_has_deleted_messages(
+    broker: Any, message: Message, tamper: Callable[[str], Awaitable[None]], postgres: Any
+) -> None:
+    """A reader whose number is lower may have missed some; it cannot see that from the numbers, which may have gaps."""
+    alice = broker.member("alice")
+    await alice.send(*(message(f"id-{n}") for n in range(5)))
+    assert "deleted_to" not in (await alice.get("/v1/history")).body
+    await tamper("UPDATE mesh.message_history SET expires_at = accepted_at + interval '1 us' WHERE history_id < 4")
+    assert await step(postgres, 100, None) == (3, 0)
+
+    for after, left in ((0, [4, 5]), (2, [4, 5]), (4, [5]), (5, [])):
+        page = (await alice.get("/v1/history", after=after)).body
+        assert ([each["history_id"] for each in page["messages"]], page["deleted_to"]) == (left, 3)
 
 
 async def test_an_accept_that_was_rolled_back_leaves_a_gap(
