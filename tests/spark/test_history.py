@@ -249,6 +249,20 @@ def test_an_unknown_mesh_or_column_is_an_error_that_says_so(spark: SparkSession,
             reader.schema(schema).load().collect()
 
 
+def test_sql_reads_a_view_and_makes_no_table_whose_options_would_be_lost(spark: SparkSession, history: History) -> None:
+    """Spark passes no options of a table to a source in Python: it would be the whole history."""
+    history.add_mesh("other")
+    history.accept(["other-1"], mesh="other")
+    options = f"database_url '{history.url}', mesh 'other'"
+    spark.sql(f"CREATE TEMPORARY VIEW part USING postroom_history OPTIONS ({options})")
+    try:
+        assert [row.client_message_id for row in spark.sql("SELECT * FROM part").collect()] == ["other-1"]
+    finally:
+        spark.catalog.dropTempView("part")
+    with pytest.raises(AnalysisException, match="CREATE TEMPORARY VIEW"):
+        spark.sql(f"CREATE TABLE part USING postroom_history OPTIONS ({options})")
+
+
 def test_a_stream_that_dies_in_a_batch_goes_on_without_loss_or_repeat(
     spark: SparkSession, history: History, tmp_path: Path
 ) -> None:

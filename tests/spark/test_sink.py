@@ -188,3 +188,21 @@ def test_a_write_that_cannot_work_is_refused_before_a_row_is_sent(spark: SparkSe
 
 def write(rows: DataFrame, post: PostOffice, **options: str) -> None:
     rows.write.format("postroom").options(**post.options(**options)).mode("append").save()
+
+
+def test_sql_writes_into_a_view_or_with_the_options_of_its_statement(spark: SparkSession, post: PostOffice) -> None:
+    options = ", ".join(f"`{name}` '{value}'" for name, value in post.options().items())
+    spark.sql(f"CREATE TEMPORARY VIEW sent (order_id BIGINT, state STRING) USING postroom OPTIONS ({options})")
+    spark.sql("CREATE TABLE sent_too (order_id BIGINT, state STRING) USING postroom")
+    try:
+        spark.sql("INSERT INTO sent VALUES (1, 'new')")
+        with_options = f"WITH ({options.replace('` ', '` = ')})"
+        spark.sql(f"INSERT INTO sent_too {with_options} VALUES (2, 'new')")  # noqa: S608 - our own options
+        with pytest.raises(AnalysisException, match=r"no options.*in SQL: write CREATE TEMPORARY VIEW"):
+            spark.sql("INSERT INTO sent_too VALUES (3, 'new')")
+        with pytest.raises(AnalysisException, match="is for writing"):
+            spark.sql("SELECT * FROM sent_too").collect()
+    finally:
+        spark.sql("DROP TABLE sent_too")
+        spark.catalog.dropTempView("sent")
+    assert post.accepted().keys() == {"1", "2"}

@@ -5,7 +5,7 @@ A format needs only PySpark; the rest of Postroom is imported when a write or a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
@@ -24,9 +24,17 @@ class Sink(DataSource):
         """Return what `format` is given."""
         return "postroom"
 
-    def schema(self) -> str:
-        """Raise `ValueError`: Spark asks for a schema only to read."""
-        raise ValueError('the format "postroom" is for writing: read what was sent with format("postroom_history")')
+    def schema(self) -> NoReturn:
+        """Raise `ValueError`: Spark asks for a schema only to read, or for a view or table that names no columns."""
+        raise ValueError(
+            'the format "postroom" is for writing: read what was sent with format("postroom_history"); '
+            "to write in SQL, name the columns of the view"
+        )
+
+    def reader(self, schema: StructType) -> NoReturn:
+        """Raise the same, also where a query names the columns."""
+        del schema
+        self.schema()
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchSink:  # noqa: FBT001 - Spark's signature
         """Check the options and the schema on the driver; Spark sends the writer to the executors."""
@@ -50,7 +58,13 @@ class HistorySource(DataSource):
         return "postroom_history"
 
     def schema(self) -> StructType:
-        """Return every column."""
+        """Return every column; raises `ValueError` for a table with options, which Spark would not pass on."""
+        if any(name.startswith("option.") for name in self.options):  # only `CREATE TABLE` has such names
+            raise ValueError(
+                "Spark does not pass on the options of a table, which would be the whole history: write CREATE "
+                "TEMPORARY VIEW in place of CREATE TABLE, or name them in each query, as in SELECT * FROM history WITH "
+                "(mesh = 'demo')"
+            )
         from postroom.spark.history import SCHEMA  # noqa: PLC0415 - not before a read begins
 
         return SCHEMA

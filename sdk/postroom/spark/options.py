@@ -51,6 +51,12 @@ _ID_REQUIRED: Final = (
     "keeps it one message. There is no safe default: a row's place changes from run to run, and equal rows may be two"
 )
 
+_NO_OPTIONS: Final = (
+    "the write has no options: it needs `to` and `id` at least. Spark does not pass on those of a table in SQL: write "
+    "CREATE TEMPORARY VIEW in place of CREATE TABLE, or name them in the statement, as in INSERT INTO orders WITH "
+    "(to = 'topic:orders', id = 'order_id') SELECT …"
+)
+
 _EXPECTED: Final = {  # of the options that are more than text
     "batch_size": f"a number of rows from 1 to {MAX_BATCH_SIZE}",
     "wait": "`queued` or `accepted`",
@@ -134,6 +140,8 @@ class WritePlan:
 def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
     """Check the options of a write of rows of `schema`; the `InvalidMessage` that it raises says what to change."""
     given = {name.lower(): value for name, value in options.items()}
+    if not given:
+        _refuse("id", _NO_OPTIONS)
     chosen = _decode({name: value for name, value in given.items() if name not in _SPARKS_OWN})
     ids = tuple(filter(None, (name.strip() for name in (chosen.id or "").split(","))))
     if not ids:
