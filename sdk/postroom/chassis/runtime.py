@@ -9,6 +9,7 @@ loads what `module:name` names in a user's own code. It reports its state period
 
 import asyncio
 import importlib
+import inspect
 import os
 import resource
 import signal
@@ -45,8 +46,8 @@ _STEP_SECONDS: Final = 0.5
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a program's main coroutine, on the faster event loop, and return what it returns.
 
-    Raises `Fatal`: 78 where the process may open too few files to work, 1 where a task or a callback that users' code
-    left behind raised what ends a process.
+    Raises `Fatal`: 78 where the process may open too few files to work, 1 where users' code stopped the loop, or a task
+    or a callback that it left behind raised what ends a process.
     """
     if spare_descriptors() < 1:
         main.close()
@@ -57,12 +58,18 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 return runner.run(main)
-            except SystemExit as error:
-                detail = f"a task or a callback that users' code left behind raised {located(error)}"
+            except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+                listens = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+                if inspect.getcoroutinestate(main) == inspect.CORO_CLOSED or not listens:
+                    raise  # what `main` raised itself, or Ctrl-C
+                detail, advice = "users' code stopped the event loop", "remove that call of `stop`"
+                if not isinstance(error, RuntimeError):
+                    detail = f"a task or a callback that users' code left behind raised {located(error)}"
+                    advice = "correct it there, and await what is begun"
                 _log.error("loop_ended", detail=detail)
                 end_within(2 * _CLEAN_UP_SECONDS, Exit.FAILED)
                 runner.run(end(asyncio.all_tasks(runner.get_loop())))
-                raise Fatal(Exit.FAILED, f"{detail}: correct it there, and await what is begun") from error
+                raise Fatal(Exit.FAILED, f"{detail}: {advice}") from error
     finally:
         write_last("")  # of the log
 

@@ -121,8 +121,14 @@ LEFT_BEHIND = """
 import asyncio, sys
 from postroom.chassis import runtime
 from postroom.chassis.exits import Fatal
+from postroom.chassis.runtime import stop_on_signals
 
 runtime._CLEAN_UP_SECONDS = 0.1
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+ENDS = {"exit": sys.exit, "interrupt": interrupt, "stop": lambda: asyncio.get_running_loop().stop()}
 
 async def looping(cancellations: int) -> None:
     while cancellations:
@@ -134,8 +140,9 @@ async def looping(cancellations: int) -> None:
 async def main() -> None:
     loop = asyncio.get_running_loop()
     left = [loop.create_task(looping(int(sys.argv[1])))]
+    stop_on_signals(asyncio.Event())
     await asyncio.sleep(0)
-    loop.call_soon(sys.exit)
+    loop.call_soon(ENDS[sys.argv[2]])
     await asyncio.Event().wait()
 
 try:
@@ -146,11 +153,22 @@ except Fatal as fatal:
 
 
 @pytest.mark.parametrize("cancellations", [2, 1_000_000])
-def test_what_ends_the_loop_ends_the_process_whatever_other_tasks_do_and_is_reported(cancellations: int):
-    command = [sys.executable, "-c", LEFT_BEHIND, str(cancellations)]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+@pytest.mark.parametrize(
+    ("how", "reported"),
+    [
+        ("exit", "a task or a callback that users' code left behind raised SystemExit"),
+        ("interrupt", "a task or a callback that users' code left behind raised KeyboardInterrupt"),
+        ("stop", "users' code stopped the event loop"),
+    ],
+)
+def test_what_ends_the_loop_ends_the_process_whatever_other_tasks_do_and_is_reported(
+    how: str, reported: str, cancellations: int
+):
+    command = [sys.executable, "-c", LEFT_BEHIND, str(cancellations), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert b"a task or a callback that users' code left behind raised SystemExit" in ended.stdout + ended.stderr
+    assert reported in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 UNWRITTEN = """
