@@ -57,10 +57,11 @@ def end_within(seconds: float, code: int) -> None:
     threading.Thread(target=end, name="end", daemon=True).start()
 
 
-async def contained(work: Awaitable[T]) -> T:
-    """Await a handler, in a task of its own, which it may cancel.
+async def contained(work: Callable[[], Awaitable[T]]) -> T:
+    """Call a handler and await it, in a task of its own, which it may cancel.
 
-    Whatever would end its worker is an error like any other: raises `HandlerEnded`.
+    Whatever would end its worker is an error like any other: raises `HandlerEnded`. It is not called where the caller
+    is cancelled before that task begins.
     """
     try:
         return await asyncio.create_task(_raising_errors(work))
@@ -116,9 +117,9 @@ def _end_forked(ended: BaseException | None) -> NoReturn:
     os._exit(code & 0xFF if isinstance(code, int) else code is not None)
 
 
-async def _raising_errors(work: Awaitable[T]) -> T:
+async def _raising_errors(work: Callable[[], Awaitable[T]]) -> T:
     try:
-        return await _OneProcess(work)
+        return await _OneProcess(work())
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as error:

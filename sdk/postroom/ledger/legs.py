@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID, uuid5
 
@@ -87,7 +88,7 @@ async def run_leg1(running: Running, activity: UUID, most: int | None = None) ->
         if handler.leg1 is not None:
             key = derived(entry.activity, "request")
             context = running.context(entry, step, key, request_id=str(key))
-            body = await under_lease(running, entry, handler.leg1(context, decode(entry.request)))
+            body = await under_lease(running, entry, partial(handler.leg1, context, decode(entry.request)))
             request = request_of(running, handler, key, body)
         await step.conclude(lambda connection: complete_leg1(connection, entry, request))
 
@@ -120,7 +121,7 @@ async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, 
         )
     if not entry.steps.children_spawned:
         async with step_of(running, entry) as step:
-            spawns = await under_lease(running, entry, _work(running, entry, step, answer))
+            spawns = await under_lease(running, entry, partial(_work, running, entry, step, answer))
             spawned = await step.conclude(lambda connection: spawn(connection, entry, *spawns))
         entry = entry._replace(ledger=spawned.ledger, attempt=1)  # of the step that may be left
     if not entry.steps.done:
@@ -175,7 +176,7 @@ async def _complete(running: Running, entry: Leg2) -> None:
                 request=decode(row["request"]),
                 started_at=row["started_at"],
             )
-            result = await under_lease(running, entry, running.flow.completion(context, job))
+            result = await under_lease(running, entry, partial(running.flow.completion, context, job))
         said = encode(result, "what it returned", running.most_bytes)
         await step.conclude(lambda connection: finish_job(connection, entry, said))
 
@@ -325,8 +326,8 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
         raise failed from error
 
 
-async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
-    """Await a handler while its lease is renewed; where that is lost, cancels the handler and raises `LeaseLost`."""
+async def under_lease(running: Running, entry: Leg1 | Leg2, work: Callable[[], Awaitable[T]]) -> T:
+    """Call a handler and await it while its lease is renewed; where that is lost, cancels it and raises `LeaseLost`."""
     try:
         async with running.leases.holding(entry.claim):
             return await contained(work)

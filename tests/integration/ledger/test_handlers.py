@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -17,7 +19,9 @@ from support.ledgers import LEASE, Jobs
 from postroom.chassis.postgres import close_pool, open_pool
 from postroom.flow import Context, Flow, InvalidFlow, Job
 from postroom.ledger.engine import Engine, TryLater
-from postroom.ledger.primitives import Start, start_job
+from postroom.ledger.errors import LeaseLost
+from postroom.ledger.legs import Running, run_leg1, run_leg2
+from postroom.ledger.primitives import Answer, Start, complete_leg1, enter_leg1, spawn, start_job
 from postroom.retry_policy import RetryPolicy
 
 Wrong = Callable[[Context], Awaitable[Any]]
@@ -184,6 +188,35 @@ async def test_what_a_handler_sets_or_locks_in_its_session_ends_with_its_step(jo
     assert seen == ['"$user", public'] * 2
     assert await jobs.connection.fetchval("SELECT pg_try_advisory_lock(17)")
     await close_pool(pool)
+
+
+@pytest.mark.parametrize("step", ["leg 1", "leg 2", "completion"])
+async def test_a_handler_whose_lease_is_over_before_it_begins_is_not_called(jobs: Jobs, pool: Pool, step: str) -> None:
+    late, called = Flow("late"), list[str]()
+
+    @late.activity(sends="queue:work" if step == "leg 1" else None)
+    async def work(_ctx: Context, _request: Any) -> None:
+        called.append("work")
+
+    @late.completed
+    async def report(_ctx: Context, _job: Job) -> None:
+        called.append("completion")
+
+    start = Start(uuid4(), "sea", late.name, uuid4(), "work", "null")
+    await start_job(jobs.connection, start)
+    running = Running(pool=pool, flow=late, lease=timedelta(microseconds=1))
+    if step == "leg 1":
+        leg = run_leg1(running, start.root)
+    else:
+        await complete_leg1(jobs.connection, await enter_leg1(jobs.connection, start.root, LEASE))
+        if step == "completion":
+            await spawn(jobs.connection, await jobs.enter(start.root))
+            await jobs.end_leases(start.root)
+        leg = run_leg2(running, start.root, "m-1", Answer("null"))
+    with pytest.raises(LeaseLost):
+        await leg
+    gc.collect()  # a coroutine that was never awaited would be found here
+    assert called == []
 
 
 async def test_a_completion_that_returns_no_json_says_so(jobs: Jobs, pool: Pool) -> None:

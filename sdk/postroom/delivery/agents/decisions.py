@@ -6,6 +6,7 @@ second run of the same message at the same agent derives the same ids, so that a
 
 import asyncio
 import re
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -188,9 +189,8 @@ class Decider:
         if envelope.expected_version is not None and envelope.expected_version != version:
             message = received_draft("conflict", subject, envelope, envelope.payload)
             return Decision([message, self._emitter.conflict(envelope, version)], state)
-        return await contained(
-            self._handled(received_draft("handled", subject, envelope, envelope.payload), state, version)
-        )
+        message = received_draft("handled", subject, envelope, envelope.payload)
+        return await contained(partial(self._handled, message, state, version))
 
     async def _handled(self, message: Draft, state: Any, version: int) -> Decision:
         self._agent.state = state
