@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final, TextIO
+from typing import BinaryIO, TextIO
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import put_new, sync
-
-MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
+from postroom.chassis.ownership import put_new, read_regular, read_whole, sync
 
 
 @contextmanager
@@ -81,10 +79,7 @@ def open_source(file: Path) -> BufferedReader:
 def read_source(file: Path) -> bytes:
     """Return all that a file or pipe holds (`-`: standard input); raises `Fatal` for one without an end in sight."""
     with open_source(file) as stream, file_errors("read", file):
-        content = stream.read(MAX_FILE + 1)
-    if len(content) > MAX_FILE:
-        raise Fatal(Exit.USAGE, f"{file} has more than {MAX_FILE} bytes: name a smaller one")
-    return content
+        return read_whole(stream)
 
 
 def size_of(stream: BinaryIO) -> int | None:
@@ -96,14 +91,4 @@ def size_of(stream: BinaryIO) -> int | None:
 def read_plain_file(file: Path) -> bytes:
     """Return what a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
     with file_errors("read", file):
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Fatal(Exit.USAGE, f"{file} is not a regular file: name one that is")
-        if status.st_size > MAX_FILE:
-            raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_FILE}: name a smaller one")
-        with open(descriptor, "rb", closefd=False) as stream:
-            return stream.read(MAX_FILE + 1)
-    finally:
-        os.close(descriptor)
+        return read_regular(file)[0]

@@ -20,6 +20,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from broker_client import BrokerClientSettings
+from broker_client.channel import TokenFile
 from inbox import Broken, Inbox, InboxSettings, unavailable
 from postroom._wire import spans
 from postroom._wire.accept import Features
@@ -178,7 +179,7 @@ class Receiver:
             member = await self._token_member()
             oldest = datetime.fromtimestamp(await self._oldest_kept() / 1000, UTC)
             try:
-                token = self._broker.token_file.read_text("ascii").strip()
+                token = TokenFile(self._broker.token_file).read()
                 async with BrokerClient(self._broker.url, token, ca_file=self._broker.ca_file) as broker:
                     await refill(inbox, broker, member, oldest)
             except (PostroomError, OSError) as error:

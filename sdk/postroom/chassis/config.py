@@ -20,7 +20,7 @@ import msgspec
 
 from postroom._wire.words import shape_fault
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import read_regular
+from postroom.chassis.ownership import read_regular, read_whole
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -173,7 +173,8 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
+        with file.open("rb") as stream:  # also a pipe, as of a shell's <(…)
+            return tomllib.loads(read_whole(stream).decode("utf-8-sig"))  # some editors begin with a byte order mark
     except OSError as error:
         detail = f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"
         raise Fatal(Exit.CONFIG, detail) from error

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
+MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
 _NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of a file system without hard links
 _OVERFLOW_UID: Final = 65_534  # the owner that a user namespace shows for files of users outside it
 _WHOLE: Final = ["0", "0", "4294967295"]  # the uid map of a process that is in no user namespace
@@ -119,7 +120,15 @@ def read_regular(file: Path) -> tuple[bytes, os.stat_result]:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        return stream.read(), status
+        return read_whole(stream), status
+
+
+def read_whole(stream: BinaryIO) -> bytes:
+    """Return all that a file or a pipe holds; raises `OSError` for one without an end in sight."""
+    content = stream.read(MAX_FILE + 1)
+    if len(content) > MAX_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_FILE} bytes")
+    return content
 
 
 def replace_private(file: Path, content: str | Callable[[], str], *, for_owner: bool = False) -> None:

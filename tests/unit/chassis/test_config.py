@@ -90,6 +90,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "Is a directory" in refusal(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'mesh = "\xff"')
     assert "is not TOML" in refusal(tmp_path / "latin.toml")
+    assert "it has more than 16777216 bytes" in refusal(Path("/dev/zero"))
 
 
 def test_a_byte_order_mark_and_line_ends_of_windows_are_read_over(tmp_path):
