@@ -205,14 +205,17 @@ class Limiter:
 def open_redis(url: str, config: LimiterConfig) -> Redis:
     """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used.
 
-    Raises `Fatal` (78) where it is not a Redis URL.
+    Raises `Fatal` (78) where it is not a Redis URL, or has an option that its connections do not take.
     """
     seconds = config.timeout_ms / 1000
     retry = Retry(NoBackoff(), 0)
     try:
-        return Redis.from_url(
+        redis = Redis.from_url(
             url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry, decode_responses=True
         )
-    except ValueError as error:
-        sentence = "redis_url is not a Redis URL: write redis://host:port/0, rediss://… or unix://path"
-        raise Fatal(Exit.CONFIG, sentence) from error
+        pool = redis.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # not connected: only this looks at the options
+    except (ValueError, TypeError, RedisError) as error:
+        sentence = "redis_url is not a Redis URL, or has an option that such a URL does not take"
+        raise Fatal(Exit.CONFIG, f"{sentence}: write redis://host:port/0, rediss://… or unix://path") from error
+    return redis

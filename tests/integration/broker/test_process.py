@@ -206,6 +206,8 @@ async def test_what_cannot_be_opened_is_named(
         ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert.*not a regular file"),
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
+        ({"redis_url": "redis://localhost/0?ssl_cert_reqs=none"}, "redis_url is not a Redis URL"),
+        ({"redis_url": "rediss://localhost/0?ssl_cert_reqs=sometimes"}, "redis_url is not a Redis URL"),
         ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert.* /nowhere"),
         ({"tls_cert": LOOPBACK / "certificate.pem", "tls_key": LOOPBACK / "locked.pem"}, "tls_key.* pass phrase"),
     ]
