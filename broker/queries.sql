@@ -457,15 +457,11 @@ SELECT count(*) FROM expired;
 -- name: sweep_ids
 -- Deletes up to $1 tombstones past their time: those ids are recognised no longer. Their time is the one that they were
 -- accepted with, or $2 where that is longer by now (null: for ever), since that is what daemons are promised.
-WITH forgotten AS (
-  DELETE FROM mesh.client_message_dedupe WHERE (mesh_id, client_message_id) IN (
-    SELECT mesh_id, client_message_id FROM mesh.client_message_dedupe
-    WHERE expires_at <= now() AND first_seen_at <= now() - $2::interval AND NOT history_available
-    ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
-  )
-  RETURNING 1
-)
-SELECT count(*) FROM forgotten;
+DELETE FROM mesh.client_message_dedupe WHERE (mesh_id, client_message_id) IN (
+  SELECT mesh_id, client_message_id FROM mesh.client_message_dedupe
+  WHERE expires_at <= now() AND first_seen_at <= now() - $2::interval AND NOT history_available
+  ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+);
 
 -- name: log_operations
 -- Keep that $1 did $2 to each $3 with a key of $4, what came of it ($5), and why ($6).

@@ -19,7 +19,7 @@ from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
 from postroom.chassis.clock import DatabaseClock
-from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, count_changed, rest_since
 from postroom.delivery.durables import sweep_waiting
 from postroom.delivery.programs import sweep_minutes, sweep_programs
 
@@ -71,4 +71,4 @@ class Sweeper:
 async def step(connection: Connection, rows: int, id_life: timedelta | None) -> tuple[int, int]:
     """Delete up to `rows` expired messages, and up to `rows` ids older than `id_life` (None: ids live for ever)."""
     messages: int = await connection.fetchval(QUERIES["sweep_messages"], rows)
-    return messages, await connection.fetchval(QUERIES["sweep_ids"], rows, id_life)
+    return messages, await count_changed(connection, QUERIES["sweep_ids"], rows, id_life)

@@ -31,7 +31,7 @@ from postroom._wire.spark import SparkTask, partition_id
 from postroom._wire.sql import load_queries
 from postroom._wire.trace import NAME, REPAIRED, TRACEPARENT, Outcome, compose, help_for, steps_of
 from postroom._wire.words import when
-from postroom.chassis.postgres import Connection, uuid_of
+from postroom.chassis.postgres import Connection, count_changed, uuid_of
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import SENT_AGAIN, replay_id
 from postroom.delivery.subjects import mesh_named_by, parse_subject
@@ -462,8 +462,7 @@ class _PostgresDraft(Draft):
 
 async def sweep_ended_rows(connection: Connection, rows: int, kept: timedelta) -> int:
     """Forget up to `rows` reports of ended rows that are older than `kept`; return how many."""
-    swept: int = await connection.fetchval(QUERIES["sweep_ended_rows"], rows, kept)
-    return swept
+    return await count_changed(connection, QUERIES["sweep_ended_rows"], rows, kept)
 
 
 _WAITS: Final = {

@@ -53,13 +53,9 @@ DELETE FROM mesh.ended_row WHERE member_id = $1 AND row_id IN (
 
 -- name: sweep_ended_rows
 -- Forgets up to $1 rows that were reported longer than $2 ago.
-WITH forgotten AS (
-  DELETE FROM mesh.ended_row WHERE (row_id, member_id) IN (
-    SELECT row_id, member_id FROM mesh.ended_row WHERE reported_at < now() - $2::interval ORDER BY reported_at LIMIT $1
-  )
-  RETURNING 1
-)
-SELECT count(*) FROM forgotten;
+DELETE FROM mesh.ended_row WHERE (row_id, member_id) IN (
+  SELECT row_id, member_id FROM mesh.ended_row WHERE reported_at < now() - $2::interval ORDER BY reported_at LIMIT $1
+);
 
 -- name: find_ended_rows
 -- The rows of daemons that ended and have one of the ids $1, or a message that has, or a successor; of the meshes $2.

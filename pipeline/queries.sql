@@ -89,17 +89,13 @@ FROM unnest($1::text[], $2::bigint[], $3::uuid[], $4::text[], $5::text[], $6::ti
 ON CONFLICT (mesh, history_id) DO NOTHING;
 
 -- name: forget_words
--- Deletes the words of messages that retention has deleted, of one mesh or of all; returns how many.
-WITH gone AS (
-  DELETE FROM pipeline.search_index AS found
-  WHERE ($1::text IS NULL OR found.mesh = $1) AND NOT EXISTS (
-    SELECT FROM mesh.message_history AS history JOIN mesh.mesh ON mesh.id = history.mesh_id
-    WHERE mesh.slug = found.mesh AND history.history_id = found.history_id
-      AND history.broker_message_id = found.broker_message_id
-  )
-  RETURNING 1
-)
-SELECT count(*) FROM gone;
+-- Deletes the words of messages that retention has deleted, of one mesh or of all.
+DELETE FROM pipeline.search_index AS found
+WHERE ($1::text IS NULL OR found.mesh = $1) AND NOT EXISTS (
+  SELECT FROM mesh.message_history AS history JOIN mesh.mesh ON mesh.id = history.mesh_id
+  WHERE mesh.slug = found.mesh AND history.history_id = found.history_id
+    AND history.broker_message_id = found.broker_message_id
+);
 
 -- name: count_words
 -- How many messages the index has, of one mesh or of all.

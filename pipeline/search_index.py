@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from pipeline.runner import History, Outcome, submitted
 from pipeline.tables import QUERIES, history, migrate, write_rows
-from postroom.chassis.postgres import connected
+from postroom.chassis.postgres import connected, count_changed
 
 _COLUMNS: Final = "mesh", "history_id", "broker_message_id", "sender", "to", "accepted_at", "body"
 
@@ -28,7 +28,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
     async def forget() -> dict[str, int]:
         async with connected(options.database_url) as connection:
-            deleted = await connection.fetchval(QUERIES["forget_words"], options.mesh)
+            deleted = await count_changed(connection, QUERIES["forget_words"], options.mesh)
             return {"indexed": await connection.fetchval(QUERIES["count_words"], options.mesh), "deleted": deleted}
 
     return Outcome(asyncio.run(forget()))

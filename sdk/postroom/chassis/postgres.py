@@ -254,6 +254,11 @@ async def open_rooms(
     return pool
 
 
+async def count_changed(database: Pool | Connection, query: str, *values: Any) -> int:
+    """Execute a statement that writes; return how many rows it changed."""
+    return int((await database.execute(query, *values)).rpartition(" ")[2])
+
+
 async def rest_since(started: float) -> None:
     """Rest four times as long as the slice of a sweep since `started` (monotonic) took, so that others have a turn."""
     await asyncio.sleep(_REST_PER_SLICE * (time.monotonic() - started))

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import Durable
-from postroom.chassis.postgres import Connection, Pool
+from postroom.chassis.postgres import Connection, Pool, count_changed
 from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats, still_runs
 from postroom.delivery.http.inbox_messages import Begun
 from postroom.delivery.nats import connection_of
@@ -183,4 +183,4 @@ async def with_past(connection: Connection, durables: Sequence[Durable], last: i
 
 async def sweep_waiting(connection: Connection, rows: int) -> int:
     """Delete up to `rows` rows of what waited more than two hours ago; return how many those were."""
-    return int(await connection.fetchval(_QUERIES["sweep_waiting"], rows, _KEPT))
+    return await count_changed(connection, _QUERIES["sweep_waiting"], rows, _KEPT)

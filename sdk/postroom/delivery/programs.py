@@ -17,7 +17,7 @@ import msgspec
 
 from postroom._wire.programs import AWAY_SECONDS, LATENCIES, Kind, Minute, Program, Report, ReportHead
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, count_changed
 from postroom.chassis.routes import Histogram
 
 _QUERIES: Final = load_queries(__package__, "programs.sql")
@@ -102,7 +102,7 @@ def _quantile(counts: Sequence[int], share: float) -> float | None:
 
 async def sweep_minutes(connection: Connection, rows: int) -> int:
     """Delete up to `rows` counts of minutes that ended more than a day ago; return how many those were."""
-    return int(await connection.fetchval(_QUERIES["sweep_minutes"], rows, _MINUTES_KEPT))
+    return await count_changed(connection, _QUERIES["sweep_minutes"], rows, _MINUTES_KEPT)
 
 
 def latency_totals(*took: Histogram) -> dict[str, int]:
@@ -117,4 +117,4 @@ async def forget_daemons(connection: Connection, mesh: str, member: str | None =
 
 async def sweep_programs(connection: Connection, rows: int) -> int:
     """Delete up to `rows` reports of programs that have been silent for a week; return how many those were."""
-    return int(await connection.fetchval(_QUERIES["sweep_programs"], rows, _KEPT))
+    return await count_changed(connection, _QUERIES["sweep_programs"], rows, _KEPT)

@@ -36,13 +36,9 @@ ORDER BY kind, mesh, name, host, pid LIMIT $3;
 
 -- name: sweep_programs
 -- Forgets up to $1 programs that have been silent for $2.
-WITH forgotten AS (
-  DELETE FROM postroom.programs WHERE (kind, mesh, name, host, pid) IN (
-    SELECT kind, mesh, name, host, pid FROM postroom.programs WHERE postroom.is_silent(reported_at, $2::interval) LIMIT $1
-  )
-  RETURNING 1
-)
-SELECT count(*) FROM forgotten;
+DELETE FROM postroom.programs WHERE (kind, mesh, name, host, pid) IN (
+  SELECT kind, mesh, name, host, pid FROM postroom.programs WHERE postroom.is_silent(reported_at, $2::interval) LIMIT $1
+);
 
 -- name: count_minute
 -- Adds the counts $2 of the names $1 to the current minute, without waiting for the disk.
@@ -62,10 +58,6 @@ LEFT JOIN postroom.minute_counts USING (minute) GROUP BY minute ORDER BY minute;
 
 -- name: sweep_minutes
 -- Forgets up to $1 counts of minutes that are over for $2.
-WITH forgotten AS (
-  DELETE FROM postroom.minute_counts WHERE (minute, name) IN (
-    SELECT minute, name FROM postroom.minute_counts WHERE minute < now() - $2::interval LIMIT $1
-  )
-  RETURNING 1
-)
-SELECT count(*) FROM forgotten;
+DELETE FROM postroom.minute_counts WHERE (minute, name) IN (
+  SELECT minute, name FROM postroom.minute_counts WHERE minute < now() - $2::interval LIMIT $1
+);

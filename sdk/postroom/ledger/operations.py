@@ -39,7 +39,7 @@ from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
 from postroom._wire.words import when
 from postroom.chassis.clock import DatabaseClock
-from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, rest_since, uuid_of
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, count_changed, rest_since, uuid_of
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
@@ -370,8 +370,7 @@ class JobRetention:
             found = False
             for name in _SLICES:
                 started = time.monotonic()
-                done = await self._pool.execute(_RETENTION[name], self._keep, _JOBS, rows)
-                if count := int(done.rpartition(" ")[2]):
+                if count := await count_changed(self._pool, _RETENTION[name], self._keep, _JOBS, rows):
                     found = True
                     self.removed += count if name == "remove_jobs" else 0
                     await rest_since(started)

@@ -106,8 +106,7 @@ class PostgresStore(PostgresClaims):
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""
-        ((purged,),) = await self._run(_QUERIES["purge"], timedelta(seconds=age), limit)
-        return int(purged)
+        return len(await self._run(_QUERIES["purge"], timedelta(seconds=age), limit))
 
     async def find(self, wanted: KeysQuery) -> list[KeptKey]:
         """See `Store.find`."""

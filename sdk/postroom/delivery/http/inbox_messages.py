@@ -26,7 +26,7 @@ from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.grouped import Grouped
-from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, open_rooms, rest_since
+from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Connection, Pool, count_changed, open_rooms, rest_since
 from postroom.claims import Claim, Ended, Outcome, State, Table
 from postroom.claims.leases import Leases, renewed
 from postroom.claims.postgres import PostgresClaims
@@ -196,7 +196,7 @@ class InboxRetention:
                 return swept
             started = time.monotonic()
             keep = timedelta(days=self._settings.keep_days)
-            deleted = int(await self._pool.fetchval(QUERIES["sweep"], self._durable, keep, oldest, rows))
+            deleted = await count_changed(self._pool, QUERIES["sweep"], self._durable, keep, oldest, rows)
             swept, self.swept = swept + deleted, self.swept + deleted
             if deleted < rows:
                 return swept

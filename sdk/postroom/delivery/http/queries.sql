@@ -21,15 +21,12 @@ ORDER BY consumer, subject;
 
 -- name: sweep
 -- Deletes up to $4 rows of the consumer $1 that ended longer than $2 ago, and before $3, the age of the oldest message
--- that the stream still holds (null: none); returns how many.
+-- that the stream still holds (null: none).
 WITH old AS (
   SELECT source_context, message_id, consumer FROM postroom.inbox_messages
   WHERE consumer = $1 AND received_at < least(now() - $2::interval, $3::timestamptz)
     AND coalesce(processed_at, dead_at) < least(now() - $2::interval, $3::timestamptz)
   LIMIT $4 FOR UPDATE SKIP LOCKED
-), gone AS (
-  DELETE FROM postroom.inbox_messages AS known USING old
-  WHERE (known.source_context, known.message_id, known.consumer) = (old.source_context, old.message_id, old.consumer)
-  RETURNING 1
 )
-SELECT count(*) FROM gone;
+DELETE FROM postroom.inbox_messages AS known USING old
+WHERE (known.source_context, known.message_id, known.consumer) = (old.source_context, old.message_id, old.consumer);

@@ -37,7 +37,7 @@ from postroom._wire.unpublished import (
     SourceBacklog,
 )
 from postroom.chassis.clock import now
-from postroom.chassis.postgres import Connection, Pool
+from postroom.chassis.postgres import Connection, Pool, count_changed
 from postroom.delivery.dead_letters import LETTER, RECORDED
 from postroom.delivery.errors import not_failing
 from postroom.delivery.message import history_message
@@ -235,7 +235,7 @@ class PostgresSource:
         query = self.table.queries.get("prune")
         if query is not None:
             before = await self.now() - self._keep
-            while await self.pool.execute(query, before, _STEP) == f"DELETE {_STEP}":
+            while await count_changed(self.pool, query, before, _STEP) == _STEP:
                 pass
 
 
@@ -339,6 +339,6 @@ async def redrive(
         count = len(keys)
         if not dry_run:
             more |= count == _STEP
-            count = int((await connection.execute(table.queries["requeue"], keys)).rpartition(" ")[2])
+            count = await count_changed(connection, table.queries["requeue"], keys)
         found.append(Redriven(table.name, count))
     return found, more

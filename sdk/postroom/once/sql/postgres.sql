@@ -25,13 +25,11 @@ WITH old AS (
     ORDER BY coalesce(lease_until, settled_at)
     LIMIT $2
     FOR UPDATE SKIP LOCKED
-), gone AS (
-    DELETE FROM postroom_once.idempotency_keys USING old
-    WHERE (idempotency_keys.tenant, idempotency_keys.topic, idempotency_keys.consumer_group, idempotency_keys.key)
-        = (old.tenant, old.topic, old.consumer_group, old.key)
-    RETURNING 1
 )
-SELECT count(*) FROM gone;
+DELETE FROM postroom_once.idempotency_keys USING old
+WHERE (idempotency_keys.tenant, idempotency_keys.topic, idempotency_keys.consumer_group, idempotency_keys.key)
+    = (old.tenant, old.topic, old.consumer_group, old.key)
+RETURNING 1;
 
 -- name: find
 -- The keys that are wanted, latest end (or end of the lease) first.
