@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
-from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, Host, LogLevel, load
+from postroom.chassis.config import MAX_DAYS, SECRET, Days, Host, LogLevel, Seconds, load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
@@ -33,9 +33,7 @@ class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     breaker_failures: Annotated[
         int, Meta(ge=1, description="consecutive failures after which Redis is not asked for a while")
     ] = 3
-    breaker_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="how long Redis is not asked then, in seconds")
-    ] = 2.0
+    breaker_seconds: Annotated[Seconds, Meta(description="how long Redis is not asked then, in seconds")] = 2.0
 
 
 class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,15 +48,10 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 30
     message_days: Annotated[int, Meta(ge=1, le=MAX_DAYS, description="how long a message is kept, in days")] = 30
     event_days: Annotated[
-        float,
-        Meta(
-            gt=0, le=MAX_DAYS, description="how long workers keep published events (their `record.keep_days`), in days"
-        ),
+        Days, Meta(description="how long workers keep published events (their `record.keep_days`), in days")
     ] = 30
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
-    sweep_interval_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="pause between sweeps, in seconds")
-    ] = 60.0
+    sweep_interval_seconds: Annotated[Seconds, Meta(description="pause between sweeps, in seconds")] = 60.0
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one step of a sweep")] = 500
 
 
@@ -113,18 +106,10 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_connections: Annotated[
         int, Meta(ge=1, description="open connections; always kept below the limit on file descriptors")
     ] = 4096
-    header_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="how long a request's head may take, in seconds")
-    ] = 10.0
-    body_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="how long a client may take to send a body, in seconds")
-    ] = 30.0
-    stall_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="how long an answer may stay unread, in seconds")
-    ] = 30.0
-    idle_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="how long a connection may idle, in seconds")
-    ] = 75.0
+    header_seconds: Annotated[Seconds, Meta(description="how long a request's head may take, in seconds")] = 10.0
+    body_seconds: Annotated[Seconds, Meta(description="how long a client may take to send a body, in seconds")] = 30.0
+    stall_seconds: Annotated[Seconds, Meta(description="how long an answer may stay unread, in seconds")] = 30.0
+    idle_seconds: Annotated[Seconds, Meta(description="how long a connection may idle, in seconds")] = 75.0
     log_level: LogLevel = "info"
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)

@@ -16,7 +16,7 @@ from pipeline.tables import Snapshot, columns, read_table, snapshot
 from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
-from postroom.chassis.config import MAX_DAYS
+from postroom.chassis.config import Days
 from postroom.worker.orphans import Violation
 
 _SQL: Final = load_queries("pipeline", "orphan_check.sql")
@@ -31,10 +31,7 @@ class Options(Database, kw_only=True):
     """The options of `orphan-check`."""
 
     events_kept_days: Annotated[
-        float,
-        msgspec.Meta(
-            gt=0, le=MAX_DAYS, description="least time that events are kept: older ones may have been deleted"
-        ),
+        Days, msgspec.Meta(description="least time that events are kept: older ones may have been deleted")
     ] = 30
 
 

@@ -27,6 +27,8 @@ C = TypeVar("C", bound=msgspec.Struct)
 MAX_DAYS: Final = 36_500  # a hundred years: Postgres, NATS or Python cannot represent times much further away
 MAX_SECONDS: Final = MAX_DAYS * 86_400
 
+Days = Annotated[float, msgspec.Meta(gt=0, le=MAX_DAYS)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
 Host = Annotated[str, msgspec.Meta(min_length=1)]  # to listen on: an empty one is every address of the machine
 LogLevel = Annotated[

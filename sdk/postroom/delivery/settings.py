@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from postroom._wire.names import SUBJECTS
 from postroom._wire.retry import STEADY, Backoff
-from postroom.chassis.config import MAX_DAYS, MAX_SECONDS, SECRET, ConnectSeconds
+from postroom.chassis.config import MAX_SECONDS, SECRET, ConnectSeconds, Days, Seconds
 from postroom.chassis.exits import Exit, Fatal
 
 DAY: Final = 86_400.0  # seconds
@@ -38,8 +38,7 @@ MaxDeliver = Annotated[
 MaxAckPending = Annotated[int, Meta(ge=1, description="most messages that this process has claimed")]
 CallsAtOnce = Annotated[int, Meta(ge=1, le=1000, description="most calls at once")]
 HorizonDays = Annotated[
-    float,
-    Meta(gt=0, le=MAX_DAYS, description="age up to which a message that a stream lost is published again, in days"),
+    Days, Meta(description="age up to which a message that a stream lost is published again, in days")
 ]
 
 
@@ -159,9 +158,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ack_seconds: Annotated[
         float, Meta(gt=0, le=10, description="how long JetStream may take to acknowledge a batch, in seconds")
     ] = 5
-    first_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="longest wait after an event's first failure, in seconds")
-    ] = 0.5
+    first_seconds: Annotated[Seconds, Meta(description="longest wait after an event's first failure, in seconds")] = 0.5
     most_seconds: Annotated[
         float, Meta(gt=0, le=DAY, description="longest wait that further failures double it to, in seconds")
     ] = 60
@@ -174,7 +171,7 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")
     ] = 10
     horizon_days: HorizonDays = 7
-    keep_days: Annotated[float, Meta(gt=0, le=MAX_DAYS, description="how long published events are kept, in days")] = 30
+    keep_days: Annotated[Days, Meta(description="how long published events are kept, in days")] = 30
 
     @property
     def horizon(self) -> timedelta:
@@ -185,9 +182,7 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """How long a message waits for its next delivery: `first`, times `factor` with each further one, up to `most`."""
 
-    first_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="wait after the first attempt, in seconds")
-    ] = 1
+    first_seconds: Annotated[Seconds, Meta(description="wait after the first attempt, in seconds")] = 1
     factor: Annotated[float, Meta(ge=1, le=100, description="factor of each further wait")] = 2
     most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
 
@@ -257,24 +252,12 @@ class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     """How long a consumer remembers what it has handled."""
 
     keep_days: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=MAX_DAYS,
-            description="least time that handled messages are remembered, in days; longer than `horizon_days`",
-        ),
+        Days, Meta(description="least time that handled messages are remembered, in days; longer than `horizon_days`")
     ] = 30
     horizon_days: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=MAX_DAYS,
-            description="age up to which workers publish a message again (their `record.horizon_days`)",
-        ),
+        Days, Meta(description="age up to which workers publish a message again (their `record.horizon_days`)")
     ] = 7
-    sweep_interval_seconds: Annotated[
-        float, Meta(gt=0, le=MAX_SECONDS, description="pause between sweeps, in seconds")
-    ] = 600
+    sweep_interval_seconds: Annotated[Seconds, Meta(description="pause between sweeps, in seconds")] = 600
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one slice of a sweep")] = 500
 
 
@@ -331,8 +314,7 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     """The limits of one agent."""
 
     receive_seconds: Annotated[
-        float,
-        Meta(gt=0, le=MAX_SECONDS, description="longest time that `receive` may take for one message, in seconds"),
+        Seconds, Meta(description="longest time that `receive` may take for one message, in seconds")
     ] = 60
     group_messages: Annotated[
         int, Meta(ge=1, le=10_000, description="most messages that share a transaction of the event store")
@@ -352,10 +334,6 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     ] = 10
     horizon_days: HorizonDays = 7
     keep_days: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=MAX_DAYS,
-            description="how long the store records where a message was published, in days; at least `horizon_days`",
-        ),
+        Days,
+        Meta(description="how long the store records where a message was published, in days; at least `horizon_days`"),
     ] = 30

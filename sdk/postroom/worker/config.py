@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from postroom._wire.names import MESH, WORD
 from postroom.agent import Agent, agent_name
-from postroom.chassis.config import MAX_DAYS, SECRET, Host, LogLevel, load, state_home
+from postroom.chassis.config import SECRET, Days, Host, LogLevel, load, state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import (
     AGENT_MAX_DELIVER,
@@ -173,12 +173,10 @@ class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 30
     keep_days: Annotated[
-        float,
+        Days,
         Meta(
-            gt=0,
-            le=MAX_DAYS,
             description="how long completed and cancelled jobs of this database are kept, also "
-            "those of other flows, in days",
+            "those of other flows, in days"
         ),
     ] = 90
     check_seconds: Annotated[
@@ -190,12 +188,7 @@ class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     """How long the keys of `postroom.once` are kept."""
 
     keep_days: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=MAX_DAYS,
-            description="how long finished keys of `postroom.once` are kept in this database, in days",
-        ),
+        Days, Meta(description="how long finished keys of `postroom.once` are kept in this database, in days")
     ] = KEEP_DAYS
 
 
