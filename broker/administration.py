@@ -224,14 +224,12 @@ class Destinations:
         """Return the routes that create, list and delete them."""
         path, kind = f"/v1/{self._noun}s", self._kind
         return [
-            Route(method="POST", path=path, handler=self.create, access="administer",
-                  summary=f"Create a {self._noun}", body=kind.wanted, answers={201: kind.thing}, problems=WRITE),
-            Route(method="GET", path=path, handler=self.list, access="reader",
-                  summary=f"List the {self._noun}s of a mesh",
+            Route("POST", path, self.create, "administer", f"Create a {self._noun}",
+                  body=kind.wanted, answers={201: kind.thing}, problems=WRITE),
+            Route("GET", path, self.list, "reader", f"List the {self._noun}s of a mesh",
                   query=api.MeshQuery, answers={200: kind.things}, problems=READ),
-            Route(method="DELETE", path=f"{path}/{{mesh}}/{{name}}", handler=self.delete, access="administer",
-                  summary=f"Delete a {self._noun}; its messages stay in the history",
-                  answers={204: None}, problems=WRITE),
+            Route("DELETE", f"{path}/{{mesh}}/{{name}}", self.delete, "administer",
+                  f"Delete a {self._noun}; its messages stay in the history", answers={204: None}, problems=WRITE),
         ]  # fmt: skip
 
     async def create(self, request: web.Request) -> web.Response:

@@ -91,14 +91,13 @@ def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> l
         ("inspect", f"{path}/{noun.place}", noun.reads, f"Show a whole {noun.name}", noun.at, noun.whole),
     )
     found = [
-        Route(method="GET", path=place, handler=getattr(handlers, name), access=access,
-              summary=summary, query=query, answers={200: answer}, problems=READ)
+        Route("GET", place, getattr(handlers, name), access, summary, query=query, answers={200: answer}, problems=READ)
         for name, place, access, summary, query, answer in asked
         if answer is not None
     ]  # fmt: skip
     return found + [
-        Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.changes,
-              summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*WRITE, 502))
+        Route("POST", f"{path}/{name}", handlers.change(name), noun.changes, verb.effect,
+              body=noun.change, answers={200: noun.result}, problems=(*WRITE, 502))
         for name, verb in noun.verbs.items()
     ]  # fmt: skip
 

@@ -70,50 +70,34 @@ def _next(request: web.Request) -> str:
 
 
 ROUTES: Final = [
-    Route(method="GET", path="/login", handler=show_login, access="anyone", summary="The form to log in with"),
-    Route(method="POST", path="/login", handler=log_in, access="anyone", summary="Log in with a token"),
-    Route(method="POST", path="/logout", handler=log_out, access="member", summary="Log out"),
-    Route(method="GET", path="/", handler=overview.show_overview, access="member", summary="How much waits where"),
-    Route(method="GET", path="/live", handler=overview.stream_overview, access="look everywhere",
-          summary="The same as server-sent events"),
-    Route(method="GET", path="/messages", handler=messages.show_messages, access="member", summary="Find messages"),
-    Route(method="GET", path="/messages/{id}/body", handler=messages.show_body, access="member",
-          summary="The body of a message, as a file"),
-    Route(method="GET", path="/find", handler=messages.find, access="member", summary="Go to the story of an id"),
-    Route(method="GET", path="/trace/{id}", handler=messages.show_story, access="member",
-          summary="The story of a message"),
-    Route(method="GET", path="/dead_letters", handler=nouns.show_causes, access="look",
-          summary="Why messages are dead"),
-    Route(method="GET", path="/dead_letters/list", handler=nouns.list_letters, access="look",
-          summary="Dead letters to choose from"),
-    Route(method="GET", path="/dead_letters/{mesh}/{id}", handler=nouns.show_letter, access="look",
-          summary="A dead letter, whole"),
-    Route(method="GET", path="/consumers", handler=nouns.show_consumers, access="look everywhere",
-          summary="How far behind each consumer is"),
-    Route(method="GET", path="/unpublished", handler=nouns.show_unpublished, access="look everywhere",
-          summary="What waits to be published, and what is refused"),
-    Route(method="GET", path="/jobs", handler=nouns.list_jobs, access="look", summary="Jobs"),
-    Route(method="GET", path="/jobs/{id}", handler=nouns.show_job, access="look", summary="A job with its tree"),
-    Route(method="GET", path="/programs", handler=nouns.show_programs, access="look",
-          summary="The programs of all hosts"),
-    Route(method="GET", path="/log", handler=nouns.show_log, access="look everywhere",
-          summary="What operators changed"),
-    Route(method="POST", path="/repairs", handler=repairs.plan, access="repair", summary="Dry-run a verb"),
-    Route(method="GET", path="/repairs/{id}", handler=repairs.show_repair, access="repair",
-          summary="What would be done, its progress, its outcome"),
-    Route(method="POST", path="/repairs/{id}", handler=repairs.begin, access="repair", summary="Do what was planned"),
+    Route("GET", "/login", show_login, "anyone", "The form to log in with"),
+    Route("POST", "/login", log_in, "anyone", "Log in with a token"),
+    Route("POST", "/logout", log_out, "member", "Log out"),
+    Route("GET", "/", overview.show_overview, "member", "How much waits where"),
+    Route("GET", "/live", overview.stream_overview, "look everywhere", "The same as server-sent events"),
+    Route("GET", "/messages", messages.show_messages, "member", "Find messages"),
+    Route("GET", "/messages/{id}/body", messages.show_body, "member", "The body of a message, as a file"),
+    Route("GET", "/find", messages.find, "member", "Go to the story of an id"),
+    Route("GET", "/trace/{id}", messages.show_story, "member", "The story of a message"),
+    Route("GET", "/dead_letters", nouns.show_causes, "look", "Why messages are dead"),
+    Route("GET", "/dead_letters/list", nouns.list_letters, "look", "Dead letters to choose from"),
+    Route("GET", "/dead_letters/{mesh}/{id}", nouns.show_letter, "look", "A dead letter, whole"),
+    Route("GET", "/consumers", nouns.show_consumers, "look everywhere", "How far behind each consumer is"),
+    Route("GET", "/unpublished", nouns.show_unpublished, "look everywhere",
+          "What waits to be published, and what is refused"),
+    Route("GET", "/jobs", nouns.list_jobs, "look", "Jobs"),
+    Route("GET", "/jobs/{id}", nouns.show_job, "look", "A job with its tree"),
+    Route("GET", "/programs", nouns.show_programs, "look", "The programs of all hosts"),
+    Route("GET", "/log", nouns.show_log, "look everywhere", "What operators changed"),
+    Route("POST", "/repairs", repairs.plan, "repair", "Dry-run a verb"),
+    Route("GET", "/repairs/{id}", repairs.show_repair, "repair", "What would be done, its progress, its outcome"),
+    Route("POST", "/repairs/{id}", repairs.begin, "repair", "Do what was planned"),
 ]  # fmt: skip
 
 
 def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
     """Build the application."""
-    static = Route(
-        method="GET",
-        path="/static/{name}",
-        handler=show_static,
-        access="anyone",
-        summary="A style, a script, a picture",
-    )
+    static = Route("GET", "/static/{name}", show_static, "anyone", "A style, a script, a picture")
     app = application([*ROUTES, static], Gate(config, sessions).authorize)
     app[SESSIONS] = sessions
     app[ACCESS] = {route.path: route.access for route in ROUTES if route.method == "GET"}

@@ -8,7 +8,7 @@ Every error is answered as `application/problem+json`, and metrics in Prometheus
 import tomllib
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import cache, lru_cache
 from http import HTTPStatus
@@ -46,7 +46,7 @@ _RETRY_AFTER: Final = "Retry-After"
 _WHEN: Final = "seconds to wait before another try, where the problem has `retry_after`"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Route:
     """One row of an API's table. `access` is a word that the program's `Authorize` understands.
 
@@ -59,6 +59,7 @@ class Route:
     handler: Handler
     access: str
     summary: str
+    _: KW_ONLY
     body: type | None = None
     body_media: str = JSON
     query: type[msgspec.Struct] | None = None
