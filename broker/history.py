@@ -35,16 +35,8 @@ from broker.database import QUERIES, Database
 from broker.operator import missing
 from broker.shares import Slices
 from broker.store import find_taken
+from postroom._wire import administration as api
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
-from postroom._wire.administration import (
-    HistoryId,
-    HistoryMessage,
-    HistoryPage,
-    HistoryQuery,
-    MessageLine,
-    MessageLines,
-    MessagesQuery,
-)
 from postroom._wire.message import Destination, parse_destination
 from postroom._wire.nouns import invalid_cursor
 from postroom.chassis.postgres import Connection, uuid_of
@@ -70,7 +62,7 @@ class History:
 
     async def list_messages(self, request: web.Request) -> web.Response:
         """`GET /v1/history?mesh=&after=&limit=&destination=&incarnation=`."""
-        query = decode_query(request, HistoryQuery)
+        query = decode_query(request, api.HistoryQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = _of_destination(query.destination)
@@ -103,7 +95,7 @@ class History:
         next_after = page.looked_to if page.more else None
         if page.messages and (len(page.messages) < page.matched or page.matched == query.limit):
             next_after = page.last
-        answer = HistoryPage(
+        answer = api.HistoryPage(
             messages=page.messages,
             next_after=next_after,
             incarnation=str(incarnation),
@@ -113,7 +105,7 @@ class History:
 
     async def find_messages(self, request: web.Request) -> web.Response:
         """`GET /v1/messages?mesh=&sender=&destination=&since=&until=&cursor=&limit=`."""
-        query = decode_query(request, MessagesQuery)
+        query = decode_query(request, api.MessagesQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = _of_destination(query.destination)
@@ -126,14 +118,14 @@ class History:
             rows = await connection.fetch(
                 QUERIES["find_latest"], mesh_id, *before, query.since or _FIRST, LOOK_AT, *wanted
             )
-        found = [msgspec.convert(dict(row), MessageLine) for row in rows if row["history_id"] is not None]
+        found = [msgspec.convert(dict(row), api.MessageLine) for row in rows if row["history_id"] is not None]
         last: tuple[datetime, int] | None = None
         if len(found) == query.limit:
             last = found[-1].accepted_at, found[-1].history_id
         elif rows[0]["looked_at"] == LOOK_AT:
             last = rows[0]["last_at"], rows[0]["last_id"]
         next_cursor = None if last is None else f"{last[0].isoformat()}/{last[1]}"
-        return json_response(MessageLines(messages=found, next_cursor=next_cursor))
+        return json_response(api.MessageLines(messages=found, next_cursor=next_cursor))
 
     async def get_message(self, request: web.Request) -> web.Response:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
@@ -162,7 +154,7 @@ def _place(cursor: str) -> tuple[datetime, int]:
     """Read the cursor of a page of the latest messages: where the page before ended."""
     try:
         moment, number = cursor.split("/")
-        return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, HistoryId, strict=False)
+        return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, api.HistoryId, strict=False)
     except (OverflowError, ValueError):
         raise invalid_cursor() from None
 
@@ -188,7 +180,7 @@ class _Page:
             self.last = row["history_id"]
 
 
-def _shown(row: asyncpg.Record, *, bodies: bool) -> HistoryMessage:
+def _shown(row: asyncpg.Record, *, bodies: bool) -> api.HistoryMessage:
     message = history_message(row)
     return message if bodies else msgspec.structs.replace(message, body=None, body_base64=None)
 

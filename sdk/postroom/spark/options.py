@@ -12,26 +12,7 @@ from typing import Annotated, Final, Literal, NoReturn, get_args
 from uuid import UUID
 
 import msgspec
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    BooleanType,
-    ByteType,
-    DataType,
-    DateType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    IntegerType,
-    LongType,
-    MapType,
-    NullType,
-    ShortType,
-    StringType,
-    StructType,
-    TimestampNTZType,
-    TimestampType,
-)
+from pyspark.sql import types
 
 from postroom._wire.message import Priority, parse_destination
 from postroom.errors import InvalidMessage
@@ -64,18 +45,18 @@ _EXPECTED: Final = {  # of the options that are more than text
 
 
 _EXACT: Final = (
-    StringType,
-    ByteType,
-    ShortType,
-    IntegerType,
-    LongType,
-    BooleanType,
-    DateType,
-    TimestampType,
-    TimestampNTZType,
-    DecimalType,
+    types.StringType,
+    types.ByteType,
+    types.ShortType,
+    types.IntegerType,
+    types.LongType,
+    types.BooleanType,
+    types.DateType,
+    types.TimestampType,
+    types.TimestampNTZType,
+    types.DecimalType,
 )
-_PLAIN: Final = (*_EXACT, FloatType, DoubleType, BinaryType, NullType)
+_PLAIN: Final = (*_EXACT, types.FloatType, types.DoubleType, types.BinaryType, types.NullType)
 
 
 class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +92,7 @@ class WriteJob:
 class WritePlan:
     """What an executor needs to write rows; `priority` is a column unless it is one of the three words."""
 
-    schema: StructType
+    schema: types.StructType
     to: str | None
     to_column: str | None
     ids: tuple[str, ...]
@@ -137,7 +118,7 @@ class WritePlan:
         return None if self.priority in get_args(Priority) else self.priority
 
 
-def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
+def plan_write(options: Mapping[str, str], schema: types.StructType) -> WritePlan:
     """Check the options of a write of rows of `schema`; the `InvalidMessage` that it raises says what to change."""
     given = {name.lower(): value for name, value in options.items()}
     if not given:
@@ -222,21 +203,21 @@ def _check_columns(plan: WritePlan) -> None:
     for name in plan.ids:
         check_id_type(name, _column(plan, "id", name))
     for option, text in (("to_column", plan.to_column), ("priority", plan.priority_column)):
-        if text is not None and not isinstance(_column(plan, option, text), StringType):
+        if text is not None and not isinstance(_column(plan, option, text), types.StringType):
             _refuse(option, f"the column `{text}` of the option `{option}` must be text")
-    if plan.meta is not None and not isinstance(kind := _column(plan, "meta", plan.meta), StringType):
-        if not isinstance(kind, (StructType, MapType)):
+    if plan.meta is not None and not isinstance(kind := _column(plan, "meta", plan.meta), types.StringType):
+        if not isinstance(kind, (types.StructType, types.MapType)):
             expected = "must be a struct, a map, or text with JSON objects"
             _refuse("meta", f"the column `{plan.meta}` of the option `meta` {expected}")
         check_type(plan.meta, kind)
     if plan.body is None:
         for field in plan.schema:
             check_type(field.name, field.dataType)
-    elif not isinstance(kind := _column(plan, "body", plan.body), (StringType, BinaryType)):
+    elif not isinstance(kind := _column(plan, "body", plan.body), (types.StringType, types.BinaryType)):
         check_type(plan.body, kind)
 
 
-def _column(plan: WritePlan, option: str, name: str) -> DataType:
+def _column(plan: WritePlan, option: str, name: str) -> types.DataType:
     if name not in plan.schema.fieldNames():
         names = plan.schema.fieldNames()
         there = f"has: {', '.join(names)}" if names else "has no column"
@@ -245,15 +226,15 @@ def _column(plan: WritePlan, option: str, name: str) -> DataType:
     return plan.schema[name].dataType
 
 
-def check_type(name: str, kind: DataType) -> None:
+def check_type(name: str, kind: types.DataType) -> None:
     """Raise `InvalidMessage` where the column `name` holds, at any depth, a type that JSON cannot express."""
     match kind:
-        case ArrayType():
+        case types.ArrayType():
             check_type(name, kind.elementType)
-        case StructType():
+        case types.StructType():
             for field in kind:
                 check_type(f"{name}.{field.name}", field.dataType)
-        case MapType():
+        case types.MapType():
             check_type(name, kind.valueType)
             if not isinstance(kind.keyType, _EXACT):
                 raise _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
@@ -261,7 +242,7 @@ def check_type(name: str, kind: DataType) -> None:
             raise _unsupported(name, f"the type {kind.simpleString()}")
 
 
-def check_id_type(name: str, kind: DataType) -> None:
+def check_id_type(name: str, kind: types.DataType) -> None:
     """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
     if not isinstance(kind, _EXACT):
         detail = (

@@ -23,18 +23,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from pyspark import TaskContext
+from pyspark.sql import types
 from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DataType,
-    DecimalType,
-    DoubleType,
-    FloatType,
-    MapType,
-    StringType,
-    StructType,
-)
 
 from postroom._wire.ids import MAX_ID_LENGTH
 from postroom._wire.message import SendRequest, refuse_duplicate_keys
@@ -177,9 +167,9 @@ class RowReader:
             rows = zip(*map(columns.json, names), strict=True)
             return iter([_encode(dict(zip(names, row, strict=True))).decode() for row in rows]), repeat(None)
         match self._plan.schema[name].dataType:
-            case StringType():
+            case types.StringType():
                 return iter(columns.raw(name)), repeat(None)
-            case BinaryType():
+            case types.BinaryType():
                 values = columns.raw(name)
                 return repeat(None), iter([None if v is None else base64.b64encode(v).decode() for v in values])
         return iter([None if v is None else _encode(v).decode() for v in columns.json(name)]), repeat(None)
@@ -188,7 +178,7 @@ class RowReader:
         name = self._plan.meta
         if name is None:
             return repeat(None)
-        if isinstance(self._plan.schema[name].dataType, StringType):
+        if isinstance(self._plan.schema[name].dataType, types.StringType):
             return iter([self._meta(key, text) for key, text in zip(keys, columns.raw(name), strict=True)])
         return iter(msgspec.to_builtins(columns.json(name)))
 
@@ -207,7 +197,9 @@ class RowReader:
 class _Columns:
     """The columns of a slice as Python values; `before` rows of the task precede it."""
 
-    def __init__(self, batch: pa.RecordBatch, schema: StructType, converters: dict[str, Any], before: int) -> None:
+    def __init__(
+        self, batch: pa.RecordBatch, schema: types.StructType, converters: dict[str, Any], before: int
+    ) -> None:
         self._batch = batch
         self._schema = schema
         self._converters = converters
@@ -261,15 +253,15 @@ def _unusable(detail: str) -> InvalidMessage:
     return InvalidMessage.of("invalid_row", detail)
 
 
-def converter(kind: DataType) -> Convert | None:
+def converter(kind: types.DataType) -> Convert | None:
     """Return the function that prepares a value of Arrow for the JSON encoder; None where it needs none."""
     match kind:
-        case ArrayType():
+        case types.ArrayType():
             convert = converter(kind.elementType)
             return None if convert is None else _unless_null(lambda items: [convert(item) for item in items])
-        case MapType():
+        case types.MapType():
             return _unless_null(_map(converter(kind.valueType)))
-        case StructType():
+        case types.StructType():
             converters = {field.name: convert for field in kind if (convert := converter(field.dataType)) is not None}
             if not converters:
                 return None
@@ -304,10 +296,10 @@ def _unless_null(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
 
-_SIMPLE: Final[dict[type[DataType], Convert]] = {
-    DecimalType: _unless_null(_digits),
-    FloatType: _finite,
-    DoubleType: _finite,
+_SIMPLE: Final[dict[type[types.DataType], Convert]] = {
+    types.DecimalType: _unless_null(_digits),
+    types.FloatType: _finite,
+    types.DoubleType: _finite,
 }
 
 
