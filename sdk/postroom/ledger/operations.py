@@ -56,7 +56,10 @@ _NOT_FAILED: Final = {
     "cancelled": "it was cancelled permanently: start a new job",
 }
 
-_SLICES: Final = ("remove_messages", "remove_requests", "remove_activities", "remove_jobs")
+_SLICES: Final = {
+    name: _RETENTION[name].format(old=_RETENTION["old"])
+    for name in ("remove_messages", "remove_requests", "remove_activities", "remove_jobs")
+}
 _JOBS: Final = 100  # that one slice reads
 _ROWS: Final = 1000  # that one slice removes
 _SWEEP_SECONDS: Final = 3600.0  # between two sweeps
@@ -368,9 +371,9 @@ class JobRetention:
         found = True
         while found and await self._clock.is_confirmed(self._pool):
             found = False
-            for name in _SLICES:
+            for name, remove in _SLICES.items():
                 started = time.monotonic()
-                if count := await count_changed(self._pool, _RETENTION[name], self._keep, _JOBS, rows):
+                if count := await count_changed(self._pool, remove, self._keep, _JOBS, rows):
                     found = True
                     self.removed += count if name == "remove_jobs" else 0
                     await rest_since(started)
