@@ -2,17 +2,7 @@
 
 A redirect is never followed, and no more of an answer is read than its limit: the status alone decides, the rest gives
 the reason of a failure. Whatever a handler does, `call` returns an `Answer`, and `judge` reads it by the table of
-docs/contract/delivery.md#delivery-35:
-
-| the handler answers                               | the message is                                            |
-|---------------------------------------------------|-----------------------------------------------------------|
-| 2xx, 409                                          | processed                                                 |
-| 422                                               | dead                                                      |
-| 5xx, 408, 425, 429, no answer in time, none at all | waiting for its next attempt (`Retry-After` is honoured)  |
-| any other 4xx, a redirect                         | the same, so that a wrong deployment buries no stream     |
-| nothing: no connection could be opened            | waiting, and this does not count as an attempt            |
-
-After the last attempt a message that would wait is dead too, with the reason `max_deliver`.
+docs/contract/delivery.md#delivery-35. A call without a connection is not judged: it was no attempt.
 """
 
 import errno
