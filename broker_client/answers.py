@@ -1,11 +1,4 @@
-"""How the relay reads the broker's answer for one message: the table of docs/contract/send.md#send-60.
-
-| answer                     | row                                                             |
-|----------------------------|-----------------------------------------------------------------|
-| 201, 200 duplicate         | done                                                            |
-| 409, any other 4xx         | dead, with the problem's code and detail                        |
-| 429                        | pending, due after `retry_after`                                |
-| 5xx                        | pending, exponential backoff with full jitter by its attempts   |
+"""How the relay reads the broker's answer for one message (docs/contract/send.md#send-60), or for a whole request.
 
 No attempt count ever kills a row. The functions are pure: randomness comes in as an argument.
 

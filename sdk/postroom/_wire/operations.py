@@ -1,19 +1,7 @@
 """An operator's requests to a daemon: bodies, queries of the outbox and relay routes (docs/contract/send.md#send-14).
 
-    GET  /v1/outbox                 ListQuery       → OutboxPage
-    GET  /v1/outbox/export          ExportQuery     → OutboxRow, one a line
-    GET  /v1/outbox/{id}                            → RowChain
-    POST /v1/outbox/{id}/<verb>     its `body`      → OutboxRow; of a requeue, the successor
-    POST /v1/outbox/<verb>          BulkRequest     → BulkResult
-    POST /v1/outbox/prune           PruneRequest    → PruneResult
-    POST /v1/outbox/resend          ResendRequest   → ResendResult
-    POST /v1/outbox/backup          BackupRequest   → an SQLite file
-    POST /v1/relay/pause            PauseRequest    → RelayStatus
-    POST /v1/relay/resume           ResumeRequest   → RelayStatus
-
-`{id}` is a row's id or a `client_message_id`. Every change needs a `reason`, which goes into the operator log.
-A requeue or an abort of a row that the broker did not answer for asks the broker first: 409 `already_accepted` where it
-has the message, and 409 `outcome_unknown` where it cannot be asked, which `force` overrides.
+`{id}` in a path is a row's id or a `client_message_id`. Every change needs a `reason`, which goes into the operator
+log.
 """
 
 from collections.abc import Mapping
