@@ -16,17 +16,7 @@ from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.publication.postgres import EVENTS
 from postroom.errors import InvalidMessage
-from postroom.ledger.operations import (
-    EFFECTS,
-    FORESEEN,
-    count_jobs,
-    find_jobs,
-    find_message,
-    missing,
-    show_job,
-    start,
-    unknown_message,
-)
+from postroom.ledger import operations
 from postroom.ledger.primitives import Start
 
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
@@ -50,7 +40,7 @@ class Jobs(Handlers):
         wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
         async with self._database.read(principal.whose) as connection, connection.transaction():
             await check_mesh(connection, mesh)
-            started = await start(connection, wanted)
+            started = await operations.start(connection, wanted)
             if started:
                 await keep_log(connection, principal.actor, "start", JOBS.name, mesh, str(asked.id), outcome="started")
         self._database.ring([EVENTS.name])
@@ -72,9 +62,9 @@ class Jobs(Handlers):
         if (job := uuid_of(request.match_info["id"])) is None:
             raise InvalidMessage.of("invalid_request", "a job's id is a UUID", field="id")
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            found = await show_job(connection, job)
+            found = await operations.show_job(connection, job)
         if any_mesh(request[PRINCIPAL], None) not in (None, found.job.mesh):
-            raise missing(job)
+            raise operations.missing(job)
         if not request[PRINCIPAL].reads_bodies:
             bare = [msgspec.structs.replace(one, request=_WITHHELD) for one in found.activities]
             found = msgspec.structs.replace(found, activities=bare)
@@ -83,16 +73,16 @@ class Jobs(Handlers):
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs/counts`."""
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            return json_response(await count_jobs(connection))
+            return json_response(await operations.count_jobs(connection))
 
     async def explain(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs/messages/{id}`: what became of a message, or of an activity by its id."""
         message, mesh = request.match_info["id"], any_mesh(request[PRINCIPAL], None)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            found = await find_message(connection, message)
+            found = await operations.find_message(connection, message)
         shown = [one for one in found if mesh in (None, one.mesh)]
         if not shown:
-            raise unknown_message(message)
+            raise operations.unknown_message(message)
         if not request[PRINCIPAL].reads_bodies:
             shown = [msgspec.structs.replace(one, said=_WITHHELD) for one in shown]
         return json_response(MessagePage(messages=shown))
@@ -111,19 +101,19 @@ class Jobs(Handlers):
                     jobs = {job.id: job for job in found}
                 else:
                     ids, next_cursor = asked.filter.ids, None
-                    found = await find_jobs(connection, JobFilter(ids=ids), len(ids), mesh=mesh)
+                    found = await operations.find_jobs(connection, JobFilter(ids=ids), len(ids), mesh=mesh)
                     jobs = dict.fromkeys(ids) | {job.id: job for job in found}
 
                 async def effect(job: UUID) -> Job:
                     if (one := jobs[job]) is None:
-                        raise missing(job)
+                        raise operations.missing(job)
                     if asked.dry_run:
                         table.check(verb, f"the job {job}", one.state)
-                        if verb in FORESEEN:
-                            await FORESEEN[verb](connection, job)
+                        if verb in operations.FORESEEN:
+                            await operations.FORESEEN[verb](connection, job)
                         return one
                     async with connection.transaction():
-                        await EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
+                        await operations.EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
                         said = {"outcome": table.done, "reason": asked.reason}
                         await keep_log(connection, actor, verb, JOBS.name, one.mesh, str(job), **said)
                     return one
@@ -149,7 +139,7 @@ async def _page(
             after = _EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
         except (ValueError, OverflowError):
             raise invalid_cursor() from None
-    found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
+    found = await operations.find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
     if not found:
         await check_mesh(connection, mesh)
     if len(found) <= limit:

@@ -14,20 +14,9 @@ from broker.authentication import PRINCIPAL
 from broker.database import Database
 from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
 from broker.requests import decode_body
+from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result, invalid_cursor
-from postroom._wire.unpublished import (
-    CONSUMERS,
-    SOURCES,
-    UNPUBLISHED,
-    ConsumerPage,
-    ConsumersQuery,
-    DroppedLog,
-    Pause,
-    Redriven,
-    SourcePage,
-    redriven,
-)
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
@@ -35,24 +24,14 @@ from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, lis
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, still_runs
 from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.programs import list_programs
-from postroom.delivery.publication.postgres import EFFECTS as FAILING
-from postroom.delivery.publication.postgres import (
-    Table,
-    find_failing,
-    is_declared,
-    list_backlogs,
-    list_dropped,
-    list_failing,
-    not_done,
-    redrive,
-)
+from postroom.delivery.publication import postgres
 from postroom.errors import PostroomError
 
 
 class Unpublished:
     """The handlers of the routes of one source's refused events or deliveries."""
 
-    def __init__(self, database: Database, source: Table) -> None:
+    def __init__(self, database: Database, source: postgres.Table) -> None:
         self._database = database
         self._source = source
 
@@ -61,16 +40,16 @@ class Unpublished:
         mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             await _check_context(connection, mesh)
-            return json_response(await list_failing(connection, self._source, mesh))
+            return json_response(await postgres.list_failing(connection, self._source, mesh))
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>/log`."""
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
+            return json_response(unpublished.DroppedLog(dropped=await postgres.list_dropped(connection, self._source)))
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/unpublished/<source>/<verb>`: for all that match and are refused still."""
-        noun = UNPUBLISHED[self._source.name]
+        noun = unpublished.UNPUBLISHED[self._source.name]
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, noun.change)
@@ -78,12 +57,12 @@ class Unpublished:
             async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
                 await _check_context(connection, asked.mesh)
                 meant = asked.filter, asked.mesh, asked.cursor
-                ids, next_cursor = await find_failing(connection, self._source, *meant)
+                ids, next_cursor = await postgres.find_failing(connection, self._source, *meant)
                 if not asked.dry_run:
-                    ids = await FAILING[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
+                    ids = await postgres.EFFECTS[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
                     await keep_lines(connection, actor, verb, noun.name, ids, **said)
-            failed = not_done(self._source, asked.filter, ids)
+            failed = postgres.not_done(self._source, asked.filter, ids)
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=failed, next_cursor=next_cursor))
 
         return handle
@@ -91,7 +70,7 @@ class Unpublished:
 
 async def _check_context(connection: Connection, context: str | None) -> None:
     """Raise `NotFound` where there is no such mesh, and no worker declares a stream that does without one."""
-    if context is not None and not await is_declared(connection, context):
+    if context is not None and not await postgres.is_declared(connection, context):
         await check_mesh(connection, context)
 
 
@@ -104,12 +83,14 @@ class Consumers:
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/consumers`: what NATS, and its record in Postgres, know of each."""
-        query = decode_query(request, ConsumersQuery)
+        query = decode_query(request, unpublished.ConsumersQuery)
         meshes = None if query.mesh is None else [query.mesh]
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             begun = await find_begun(connection)
         pausing = {one.consumer: one.error for one in begun if one.error}
-        page = ConsumerPage(pausing=[Pause(consumer=name, error=error) for name, error in pausing.items()])
+        page = unpublished.ConsumerPage(
+            pausing=[unpublished.Pause(consumer=name, error=error) for name, error in pausing.items()]
+        )
         async with self._nats.opened(BRIEFLY) as (js, unread):
             page.unread = unread
             try:
@@ -125,10 +106,10 @@ class Consumers:
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/consumers/<verb>`: each consumer after its line of the log."""
-        table = CONSUMERS.verbs[verb]
+        table = unpublished.CONSUMERS.verbs[verb]
 
         async def handle(request: web.Request) -> web.Response:
-            asked, principal = await decode_body(request, CONSUMERS.change), request[PRINCIPAL]
+            asked, principal = await decode_body(request, unpublished.CONSUMERS.change), request[PRINCIPAL]
             async with self._nats.opened(PATIENCE) as (js, unread):
                 if js is None:
                     assert unread is not None  # noqa: S101 - the reason
@@ -155,7 +136,7 @@ class Consumers:
                         return id_
                     async with self._database.read(principal.whose) as connection, connection.transaction():
                         said = {"outcome": table.done, "reason": asked.reason}
-                        await keep_log(connection, principal.actor, verb, CONSUMERS.name, id_, **said)
+                        await keep_log(connection, principal.actor, verb, unpublished.CONSUMERS.name, id_, **said)
                         await EFFECTS[verb](js, info, OperatorPause(principal.actor, asked.reason))
                     return id_
 
@@ -188,13 +169,13 @@ class Sources(Handlers):
         mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             await _check_context(connection, mesh)
-            return json_response(SourcePage(sources=await list_backlogs(connection, mesh)))
+            return json_response(unpublished.SourcePage(sources=await postgres.list_backlogs(connection, mesh)))
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/sources/redrive`: one part per request, up to the time of the first request."""
 
         async def handle(request: web.Request) -> web.Response:
-            asked = await decode_body(request, SOURCES.change)
+            asked = await decode_body(request, unpublished.SOURCES.change)
             refuse_mesh(asked)
             wanted = asked.filter
             try:
@@ -203,18 +184,20 @@ class Sources(Handlers):
                 raise invalid_cursor() from None
             async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
                 until = until or await now(connection)
-                found, more = await redrive(connection, wanted, until=until, dry_run=asked.dry_run)
+                found, more = await postgres.redrive(connection, wanted, until=until, dry_run=asked.dry_run)
                 if not asked.dry_run:
                     await keep_log(
                         connection,
                         request[PRINCIPAL].actor,
                         verb,
-                        SOURCES.name,
+                        unpublished.SOURCES.name,
                         wanted.key(until),
-                        outcome=redriven(found),
+                        outcome=unpublished.redriven(found),
                         reason=asked.reason,
                     )
             cursor = until.isoformat() if more else None
-            return json_response(Result[Redriven](dry_run=asked.dry_run, done=found, failed=[], next_cursor=cursor))
+            return json_response(
+                Result[unpublished.Redriven](dry_run=asked.dry_run, done=found, failed=[], next_cursor=cursor)
+            )
 
         return handle

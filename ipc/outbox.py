@@ -13,24 +13,10 @@ from aiohttp import web
 from ipc.connection import BodyReader, Request, json_answer
 from ipc.services import Services
 from outbox import RowFilter
+from postroom._wire import operations
 from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, check_destination, prepare
 from postroom._wire.nouns import LogPage, LogQuery
-from postroom._wire.operations import (
-    MAX_PAGE,
-    VERBS,
-    AbortRequest,
-    BackupRequest,
-    BulkRequest,
-    ExportQuery,
-    ListQuery,
-    PruneRequest,
-    PruneResult,
-    RequeueRequest,
-    ResendRequest,
-    ResendResult,
-    Verb,
-)
 from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
 from postroom._wire.transport import SQLITE
@@ -51,18 +37,18 @@ class OutboxRoutes:
 
     async def list(self, request: Request) -> web.StreamResponse:
         """List rows, oldest first and page by page, never a payload."""
-        query = decode_query(request, ListQuery)
+        query = decode_query(request, operations.ListQuery)
         return json_answer(await self._outbox.list_rows(_filter(query), query.cursor, query.limit))
 
     async def export(self, request: Request) -> web.StreamResponse:
         """Stream every row that matches the query, a JSON object a line, never a payload."""
-        query = decode_query(request, ExportQuery)
+        query = decode_query(request, operations.ExportQuery)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
-        page = await self._outbox.list_rows(_filter(query), None, MAX_PAGE)
+        page = await self._outbox.list_rows(_filter(query), None, operations.MAX_PAGE)
         await response.prepare(request)
         await response.write(_encode_lines(page.rows))
         while page.next_cursor is not None:
-            page = await self._outbox.list_rows(_filter(query), page.next_cursor, MAX_PAGE)
+            page = await self._outbox.list_rows(_filter(query), page.next_cursor, operations.MAX_PAGE)
             await response.write(_encode_lines(page.rows))
         await response.write_eof()
         return response
@@ -78,13 +64,13 @@ class OutboxRoutes:
             return json_answer(LogPage(lines=[]))
         return json_answer(await self._outbox.operations(query))
 
-    def one(self, verb: Verb) -> Handler:
+    def one(self, verb: operations.Verb) -> Handler:
         """Make the handler of `verb` on one row; it answers the row, or the successor of a requeue."""
 
         async def handle(request: Request) -> web.StreamResponse:
-            asked = await self._reader.decode(request, VERBS[verb].body)
+            asked = await self._reader.decode(request, operations.VERBS[verb].body)
             new_id = patch = None
-            if isinstance(asked, RequeueRequest):
+            if isinstance(asked, operations.RequeueRequest):
                 new_id = asked.new_client_message_id
                 patch = None if asked.message is None else self._patch(asked.message)
             row = await self._outbox.act(
@@ -92,7 +78,7 @@ class OutboxRoutes:
                 _id(request),
                 caller=request.caller,
                 reason=asked.reason,
-                force=isinstance(asked, AbortRequest) and asked.force,
+                force=isinstance(asked, operations.AbortRequest) and asked.force,
                 new_client_message_id=new_id,
                 patch=patch,
             )
@@ -140,21 +126,23 @@ class OutboxRoutes:
 
     async def prune(self, request: Request) -> web.StreamResponse:
         """Delete the payloads of old done and aborted rows; the rows stay."""
-        asked = await self._reader.decode(request, PruneRequest)
+        asked = await self._reader.decode(request, operations.PruneRequest)
         before = now_ms() - int(asked.older_than_seconds * 1000)
         pruned, after = await self._outbox.prune(before, after=asked.cursor, caller=request.caller, reason=asked.reason)
-        return json_answer(PruneResult(pruned=pruned, next_cursor=after))
+        return json_answer(operations.PruneResult(pruned=pruned, next_cursor=after))
 
     async def resend(self, request: Request) -> web.StreamResponse:
         """Send the done rows that the broker's database lost again, under their own ids, or count them."""
-        asked = await self._reader.decode(request, ResendRequest)
+        asked = await self._reader.decode(request, operations.ResendRequest)
         if asked.dry_run:
             missing = await self._outbox.missing()
             kept = missing.rows - missing.without_payload
-            return json_answer(ResendResult(dry_run=True, resent=kept, without_payload=missing.without_payload))
+            return json_answer(
+                operations.ResendResult(dry_run=True, resent=kept, without_payload=missing.without_payload)
+            )
         sent = await self._outbox.resend_missing(caller=request.caller, reason=asked.reason)
         return json_answer(
-            ResendResult(
+            operations.ResendResult(
                 dry_run=False,
                 resent=len(sent.row_ids),
                 without_payload=len(sent.without_payload),
@@ -165,7 +153,7 @@ class OutboxRoutes:
 
     async def backup(self, request: Request) -> web.StreamResponse:
         """Stream a copy of the whole outbox, payloads too: an SQLite file."""
-        asked = await self._reader.decode(request, BackupRequest)
+        asked = await self._reader.decode(request, operations.BackupRequest)
         async with self._outbox.backup(caller=request.caller, reason=asked.reason) as copy:
             response = web.StreamResponse(headers={"Content-Type": SQLITE, "Content-Length": str(copy.size)})
             await response.prepare(request)
@@ -178,14 +166,14 @@ class OutboxRoutes:
         await response.write_eof()
         return response
 
-    def bulk(self, verb: Verb) -> Handler:
+    def bulk(self, verb: operations.Verb) -> Handler:
         """Make the handler of `verb` on every row that matches a filter, or a dry run of it."""
 
         async def handle(request: Request) -> web.StreamResponse:
-            asked = await self._reader.decode(request, BulkRequest)
+            asked = await self._reader.decode(request, operations.BulkRequest)
             check_destination(asked.filter.destination)
-            if asked.force and not VERBS[verb].retires:
-                retiring = " and ".join(sorted(name for name, each in VERBS.items() if each.retires))
+            if asked.force and not operations.VERBS[verb].retires:
+                retiring = " and ".join(sorted(name for name, each in operations.VERBS.items() if each.retires))
                 detail = f"force is only for verbs that retire rows, {retiring}: omit it"
                 raise InvalidMessage.of("invalid_field", detail, field="force")
             result = await self._outbox.bulk(
@@ -216,7 +204,7 @@ def _id(request: Request) -> str:
     return check_client_message_id(request.params["id"], "id")
 
 
-def _filter(query: ListQuery | ExportQuery) -> RowFilter:
+def _filter(query: operations.ListQuery | operations.ExportQuery) -> RowFilter:
     check_destination(query.destination)
     return msgspec.convert(query, RowFilter, from_attributes=True)
 

@@ -15,25 +15,11 @@ from ipc.inbox import InboxRoutes
 from ipc.outbox import OutboxRoutes
 from ipc.sends import SendRoutes
 from ipc.services import Services
+from postroom._wire import operations
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.cloudevents import STRUCTURED, CloudEventQuery
 from postroom._wire.message import SendRequest
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
-from postroom._wire.operations import (
-    VERBS,
-    BackupRequest,
-    BulkRequest,
-    ExportQuery,
-    ListQuery,
-    PauseRequest,
-    PruneRequest,
-    PruneResult,
-    ResendRequest,
-    ResendResult,
-    ResumeRequest,
-    SendsQuery,
-    WaitQuery,
-)
 from postroom._wire.sends import (
     BatchResult,
     BulkResult,
@@ -102,36 +88,37 @@ def routes(services: Services) -> list[Route]:
               query=CloudEventQuery, body=dict[str, Any], body_media=STRUCTURED, headers=_EVENT_HEADERS,
               answers={202: SendResult, 200: SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
         Route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "the state of a send",
-              query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
+              query=operations.WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
         Route("POST", "/v1/sends", sends.where_all, CALLER, "the states of many sends",
-              body=SendsQuery, answers={200: SendList}, problems=_BODY),
+              body=operations.SendsQuery, answers={200: SendList}, problems=_BODY),
 
         Route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
-              query=ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
+              query=operations.ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
         Route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one per line",
-              query=ExportQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
+              query=operations.ExportQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
         Route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
               answers={200: RowChain}, problems=(400, 403, 404)),
         *(Route("POST", f"/v1/outbox/{{id}}/{verb}", outbox.one(verb), OPERATOR, f"{verb} one row: {each.effect}",
-                body=each.body, answers={200: OutboxRow}, problems=_VERB) for verb, each in VERBS.items()),
+                body=each.body, answers={200: OutboxRow}, problems=_VERB) for verb, each in operations.VERBS.items()),
         *(Route("POST", f"/v1/outbox/{verb}", outbox.bulk(verb), OPERATOR, f"{verb} many rows: {each.effect}",
-                body=BulkRequest, answers={200: BulkResult}, problems=_BODY) for verb, each in VERBS.items()),
+                body=operations.BulkRequest, answers={200: BulkResult}, problems=_BODY)
+          for verb, each in operations.VERBS.items()),
         Route("GET", OPERATOR_LOG.path, outbox.log, OPERATOR, "what operators did to rows and to the relay, and why",
               query=LogQuery, answers={200: LogPage}, problems=(400, 403)),
         Route("GET", "/v1/trace/{id}", outbox.trace, OPERATOR, "what became of a message here, and where it waits",
               query=TraceQuery, answers={200: Story}, problems=(400, 403, 404, 503)),
         Route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "delete the payloads of old settled rows",
-              body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
+              body=operations.PruneRequest, answers={200: operations.PruneResult}, problems=_BODY),
         Route("POST", "/v1/outbox/resend", outbox.resend, OPERATOR, "send again what the broker's database lost",
-              body=ResendRequest, answers={200: ResendResult}, problems=_BODY),
+              body=operations.ResendRequest, answers={200: operations.ResendResult}, problems=_BODY),
         Route("POST", "/v1/outbox/backup", outbox.backup, OPERATOR, "a copy of the whole outbox, payloads too",
-              body=BackupRequest, answers={200: msgspec.Raw}, answer_media=SQLITE,
+              body=operations.BackupRequest, answers={200: msgspec.Raw}, answer_media=SQLITE,
               problems=(*_BODY, 429, 500, 503, 507)),
 
         Route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "pause the relay, or one destination",
-              body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),
+              body=operations.PauseRequest, answers={200: RelayStatus}, problems=_BODY),
         Route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "resume the relay, at a rate if one is given",
-              body=ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
+              body=operations.ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
 
         Route("GET", "/v1/inbox", inbox.list, CALLER, "received messages, page by page",
               query=InboxQuery, answers={200: InboxPage}, problems=(400, 404, 503)),

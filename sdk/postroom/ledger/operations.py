@@ -23,17 +23,7 @@ import asyncpg
 import msgspec
 import structlog
 
-from postroom._wire.digits import (
-    ENTRIES,
-    LEG1_ATTEMPT,
-    LEG1_COMPLETE,
-    LEG2_ENTRY,
-    MOST_LEG1_ATTEMPTS,
-    MOST_LEG2_ENTRIES,
-    decode_activity,
-    is_set,
-    render,
-)
+from postroom._wire import digits
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.names import MESH
 from postroom._wire.sql import load_queries
@@ -181,7 +171,7 @@ async def foresee_retry(connection: Connection, job: UUID) -> None:
     failed = await connection.fetchval(QUERIES["find_failed"], job)
     try:  # an attempt that the ledger has no room for would fail at once, again
         if failed is not None:
-            enter_leg2(failed) if is_set(failed, LEG1_COMPLETE) else enter_leg1(failed)
+            enter_leg2(failed) if digits.is_set(failed, digits.LEG1_COMPLETE) else enter_leg1(failed)
     except Overflow as error:
         raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
     pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
@@ -222,7 +212,7 @@ async def find_message(connection: Connection, message: str) -> list[JobMessage]
             job_state=row["state"],
             activity=row["activity_id"],
             name=row["name"],
-            ledger=None if row["ledger"] is None else render(row["ledger"]),
+            ledger=None if row["ledger"] is None else digits.render(row["ledger"]),
             deliveries=row["times"] if row["what"] == "answer" else None,
             said=msgspec.Raw((row["said"] or "null").encode()),
             error=row["error"],
@@ -280,9 +270,9 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
         cycle=row["dimension"],
         request=msgspec.Raw(row["request"].encode()),
         state=state,
-        attempts=decode_activity(row["ledger"]).leg1_attempts,
+        attempts=digits.decode_activity(row["ledger"]).leg1_attempts,
         deliveries=row["deliveries"],
-        ledger=render(row["ledger"]),
+        ledger=digits.render(row["ledger"]),
         spawned_at=row["spawned_at"],
         error=error,
     )
@@ -313,7 +303,7 @@ def state_of(progress: Progress, job_state: str) -> str:
     """
     if progress.failed:
         return "failed"
-    read = decode_activity(progress.ledger)
+    read = digits.decode_activity(progress.ledger)
     if not read.leg1_complete:
         state = "asking" if read.leg1_attempts else "waiting"
     elif progress.closing:
@@ -329,16 +319,16 @@ def state_of(progress: Progress, job_state: str) -> str:
 
 def enter_leg1(activity: int) -> int:
     """Count an attempt of leg 1 as the database does; the thousandth raises `Overflow`."""
-    if activity // LEG1_ATTEMPT >= MOST_LEG1_ATTEMPTS:
-        raise Overflow.of_leg1(render(activity))
-    return activity + LEG1_ATTEMPT
+    if activity // digits.LEG1_ATTEMPT >= digits.MOST_LEG1_ATTEMPTS:
+        raise Overflow.of_leg1(digits.render(activity))
+    return activity + digits.LEG1_ATTEMPT
 
 
 def enter_leg2(activity: int) -> int:
     """Count an entry into leg 2 as the database does; one more than 99,999,999 raises `Overflow`."""
-    if activity % ENTRIES >= MOST_LEG2_ENTRIES:
-        raise Overflow.of_leg2(render(activity))
-    return activity + LEG2_ENTRY
+    if activity % digits.ENTRIES >= digits.MOST_LEG2_ENTRIES:
+        raise Overflow.of_leg2(digits.render(activity))
+    return activity + digits.LEG2_ENTRY
 
 
 class JobRetention:

@@ -40,6 +40,7 @@ from postroom._wire.dead_letters import (
 from postroom._wire.nouns import invalid_cursor
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
+from postroom.delivery import errors
 from postroom.delivery.dead_letters import (
     QUERIES,
     REPLAY_OF,
@@ -49,17 +50,6 @@ from postroom.delivery.dead_letters import (
     has_stream,
     printable_id,
     read_letters,
-)
-from postroom.delivery.errors import (
-    NATS_ERRORS,
-    consumer_gone,
-    from_nats,
-    letter_elsewhere,
-    letter_not_found,
-    letter_settled,
-    no_nats,
-    no_payload,
-    not_of_mesh,
 )
 from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
@@ -201,7 +191,7 @@ class LetterOperations:
         known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
         absent = sorted((wanted.ids or frozenset()) - known) if cursor is None else []
         if absent and not self._js:
-            raise no_nats(f"looking for the dead letter {absent[0]}")
+            raise errors.no_nats(f"looking for the dead letter {absent[0]}")
         known_as = {id_: id_ for id_ in absent}
         async with aclosing(self._read_places(self._places(absent))) as placed:
             known_as |= {stored.id: stored.known_as async for stored, _ in placed}
@@ -220,8 +210,8 @@ class LetterOperations:
                 sequence = (await self._js.stream_info(stream_name(self._context, "dlq"))).state.last_seq
             except NotFoundError:
                 pass  # it is created with the first letter
-            except NATS_ERRORS as error:
-                raise from_nats(error, f"reading the dead letters of {self._context}") from error
+            except errors.NATS_ERRORS as error:
+                raise errors.from_nats(error, f"reading the dead letters of {self._context}") from error
         return Ends(row, sequence)
 
     async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
@@ -287,7 +277,7 @@ class LetterOperations:
             for stored in some:
                 if stored.streamed is not None and stored.streamed.recorded:
                     consumer = "" if stored.letter is None else stored.letter.consumer
-                    outcomes[stored.id] = letter_elsewhere(stored.id, consumer)
+                    outcomes[stored.id] = errors.letter_elsewhere(stored.id, consumer)
             late = [stored for stored in some if stored.id not in taken.keys() | outcomes.keys()]
             outcomes |= await self._missing({stored.id: stored.known_as for stored in late})
             send = EFFECTS[verb]
@@ -341,13 +331,13 @@ class LetterOperations:
     async def _check_replay(self, id_: str, letter: DeadLetter | None) -> DeadLetter:
         """Return a letter that can be replayed; raise why it cannot."""
         if letter is None or not letter.has_payload:
-            raise no_payload(id_)
+            raise errors.no_payload(id_)
         if self._js is None:
-            raise no_nats(f"replaying the dead letter {id_}")
+            raise errors.no_nats(f"replaying the dead letter {id_}")
         # Whoever may write into the stream could else have an operator of this mesh publish into any other.
         foreign = _ROW.fullmatch(id_) is None and mesh_named_by(letter.original_subject) not in (None, self._context)
         if foreign or not is_literal(letter.original_subject):
-            raise not_of_mesh(id_, letter.original_subject, self._context)
+            raise errors.not_of_mesh(id_, letter.original_subject, self._context)
         wanted = letter.consumer, letter.original_subject
         if wanted not in self._there:
             try:
@@ -356,12 +346,12 @@ class LetterOperations:
                     filters = filters_of((await self._js.consumer_info(stream, letter.consumer)).config)
             except (NotFoundError, ValueError):  # no consumer may have a name that nats-py refuses
                 self._there[wanted] = False
-            except NATS_ERRORS as error:
-                raise from_nats(error, f"replaying the dead letter {id_}") from error
+            except errors.NATS_ERRORS as error:
+                raise errors.from_nats(error, f"replaying the dead letter {id_}") from error
             else:
                 self._there[wanted] = any(covers(pattern, letter.original_subject) for pattern in filters)
         if not self._there[wanted]:
-            raise consumer_gone(id_, letter.consumer, letter.original_subject)
+            raise errors.consumer_gone(id_, letter.consumer, letter.original_subject)
         return letter
 
     async def _publish(self, id_: str, letter: DeadLetter) -> str | PostroomError:
@@ -373,8 +363,8 @@ class LetterOperations:
         headers = {name: letter.headers[name] for name in kept} | {name: text for name, text in said.items() if text}
         try:
             await self._js.publish(letter.original_subject, letter.data(), headers=headers)
-        except NATS_ERRORS as error:
-            return from_nats(error, f"replaying the dead letter {id_}")
+        except errors.NATS_ERRORS as error:
+            return errors.from_nats(error, f"replaying the dead letter {id_}")
         return new_id
 
     async def _find_named(self, ids: frozenset[str], *, payloads: bool) -> list[StoredLetter] | None:
@@ -408,7 +398,7 @@ class LetterOperations:
         for *own, act, actor, at in await self._connection.fetch(QUERIES["find_settled"], self._context, rows, names):
             settled |= dict.fromkeys(own, (act, actor, at))
         return {
-            id_: letter_settled(id_, *settled[name]) if name in settled else letter_not_found(id_)
+            id_: errors.letter_settled(id_, *settled[name]) if name in settled else errors.letter_not_found(id_)
             for id_, name in known_as.items()
         }
 
@@ -486,7 +476,7 @@ SENT_AGAIN: Final = frozenset(DEAD_LETTERS.verbs[verb].done for verb, send in EF
 async def _take_out(js: JetStreamContext, row: asyncpg.Record) -> None:
     """Delete a settled letter from its stream; where that fails, it stays there until its maximum age."""
     stream, sequence = str(row["stream"]), row["stream_sequence"]
-    with suppress(NotFoundError, *NATS_ERRORS):
+    with suppress(NotFoundError, *errors.NATS_ERRORS):
         found = await js.get_msg(stream, sequence)
         if (found.headers or {}).get(MESSAGE_ID, "").partition("/")[0] == row["letter_id"]:
             # Without overwriting it: on a server that always syncs, that takes longer than the rest of a replay.
@@ -536,8 +526,8 @@ async def count_letters(connection: Connection, js: JetStreamContext | None) -> 
     suffix = stream_name("any", "dlq").removeprefix("ANY")
     try:
         streams = {info.config.name or "": info for info in (await all_streams(js)).infos}
-    except NATS_ERRORS as error:
-        raise from_nats(error, "listing the streams of dead letters") from error
+    except errors.NATS_ERRORS as error:
+        raise errors.from_nats(error, "listing the streams of dead letters") from error
     for name, info in sorted(streams.items()):
         if not name.endswith(suffix):
             continue
