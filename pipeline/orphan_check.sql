@@ -1,5 +1,5 @@
 -- name: violations
--- The same question as `find_orphans` of the broker asks (broker/queries.sql), in Spark's SQL, over the same tables.
+-- The same question as `find_orphans` of the worker asks (postroom/worker/orphans.sql), in Spark's SQL, over the same tables.
 WITH live AS (
   SELECT * FROM postroom_dedupe WHERE history_available
 ), violation AS (
