@@ -39,10 +39,10 @@ class SocketSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     ] = None
     allow_uids: Annotated[
         list[Uid], Meta(description="Users that may call; empty: everyone that the socket's mode allows.")
-    ] = field(default_factory=list)
+    ] = []
     operators: Annotated[
         list[Uid], Meta(description="Users that may see and repair every row; empty: root and the daemon's user.")
-    ] = field(default_factory=list)
+    ] = []
 
 
 class TcpSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -79,7 +79,7 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     allow_destinations: Annotated[
         list[str],
         Meta(description="Destinations that callers may use, as shell patterns (`topic:orders*`); empty: all."),
-    ] = field(default_factory=list)
+    ] = []
     log_level: LogLevel = "info"
     stop_seconds: Annotated[
         float, Meta(gt=0, le=600, description="Longest wait for running requests at a stop, in seconds.")

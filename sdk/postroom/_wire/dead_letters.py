@@ -38,7 +38,7 @@ class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     consumer: str = ""
     published_at: datetime = _UNKNOWN
     died_at: datetime = _UNKNOWN
-    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    headers: dict[str, str] = {}
     tenant: str | None = None
     idempotency_key: str | None = None
     payload: str | None = None

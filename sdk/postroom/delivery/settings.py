@@ -199,7 +199,7 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     durable: Annotated[Name, Meta(description="the name of the consumer, as in sea__from_vibespro")]
     filter_subjects: Annotated[
         list[Subjects], Meta(description="subjects that it receives; none: all of the stream")
-    ] = msgspec.field(default_factory=list)
+    ] = []
     ack_wait_seconds: AckWaitSeconds = 30
     max_deliver: MaxDeliver = 20
     max_ack_pending: MaxAckPending = 1000
@@ -273,7 +273,7 @@ class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     allow_networks: Annotated[
         list[str], Meta(description="networks that webhooks may reach although they are not public, as in 10.1.0.0/16")
-    ] = msgspec.field(default_factory=list)
+    ] = []
 
 
 class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True):

@@ -83,7 +83,7 @@ class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
     streams: Annotated[
         list[StreamSettings], Meta(description="streams that this process declares at its start, as `[[streams]]`")
-    ] = msgspec.field(default_factory=list)
+    ] = []
 
     @property
     def stream(self) -> StreamSettings | None:
@@ -224,28 +224,22 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="whether to create the default streams of each mesh where no other stream has their subjects"),
     ] = True
     stream_defaults: StreamDefaults = msgspec.field(default_factory=StreamDefaults)
-    streams: Annotated[list[StreamSettings], Meta(description="further streams to create and update")] = msgspec.field(
-        default_factory=list
-    )
+    streams: Annotated[list[StreamSettings], Meta(description="further streams to create and update")] = []
     sources: Annotated[
         list[SourceSection], Meta(description="databases of applications to publish from too, as `[[sources]]`")
-    ] = msgspec.field(default_factory=list)
+    ] = []
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
     once: OnceSettings = msgspec.field(default_factory=OnceSettings)
     webhooks: WebhookSettings = msgspec.field(default_factory=WebhookSettings)
-    flows: Annotated[list[str], Meta(description="flows whose jobs this worker runs, as in nightly_export:flow")] = (
-        msgspec.field(default_factory=list)
-    )
+    flows: Annotated[list[str], Meta(description="flows whose jobs this worker runs, as in nightly_export:flow")] = []
     orphan_check: OrphanCheckSettings = msgspec.field(default_factory=OrphanCheckSettings)
     jobs: JobSettings = msgspec.field(default_factory=JobSettings)
     consumers: Annotated[
         list[ConsumerSection], Meta(description="consumers that this worker runs too, as `[[consumers]]`")
-    ] = msgspec.field(default_factory=list)
-    agents: Annotated[list[AgentSection], Meta(description="agents that this worker runs too, as `[[agents]]`")] = (
-        msgspec.field(default_factory=list)
-    )
+    ] = []
+    agents: Annotated[list[AgentSection], Meta(description="agents that this worker runs too, as `[[agents]]`")] = []
 
     @property
     def database(self) -> str:
