@@ -15,21 +15,8 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
-from postroom._wire import spans
+from postroom._wire import arguments, spans
 from postroom._wire.administration import Subscription, Topic, TopicList
-from postroom._wire.arguments import (
-    Body,
-    check_bytes,
-    check_headers,
-    check_id,
-    check_seconds,
-    check_traceparent,
-    check_verb,
-    check_wait,
-    compose,
-    encode,
-    segment,
-)
 from postroom._wire.cloudevents import MOST_IN_A_HEADER, MOST_IN_HEADERS, STRUCTURED, read_event
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
@@ -86,7 +73,7 @@ class AsyncClient(Calls):
     """
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
-        check_seconds(timeout, patience)
+        arguments.check_seconds(timeout, patience)
         path = find_socket(socket)
         peer = Peer("daemon", str(path), "start one (`postroom up`, `postroom daemon run`), or set POSTROOM_SOCKET")
         super().__init__(Transport(self._pool(str(path)), "http://localhost", peer, timeout), patience)
@@ -99,7 +86,7 @@ class AsyncClient(Calls):
     async def send(
         self,
         to: str,
-        body: Body = None,
+        body: arguments.Body = None,
         *,
         meta: dict[str, Any] | None = None,
         priority: Priority = "next",
@@ -114,7 +101,7 @@ class AsyncClient(Calls):
         Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
         last two the message may still have been kept: send it again under the error's `client_message_id`.
         """
-        request = compose(
+        request = arguments.compose(
             to,
             body,
             meta=meta,
@@ -124,8 +111,8 @@ class AsyncClient(Calls):
             client_message_id=client_message_id,
             not_before=not_before,
         )
-        data = encode(request)
-        given = None if traceparent is None else check_traceparent(traceparent)
+        data = arguments.encode(request)
+        given = None if traceparent is None else arguments.check_traceparent(traceparent)
         try:
             with spans.sending(to, request.client_message_id, given) as span:
                 headers = {} if span.traceparent is None else {"traceparent": span.traceparent}
@@ -140,7 +127,7 @@ class AsyncClient(Calls):
         The data is the message's body, the attributes are `meta.cloudevent`, and the id follows from `source` and `id`:
         an event that is sent twice is one message. Raises what `send` raises.
         """
-        event = read_event(check_headers(headers), check_bytes(body))
+        event = read_event(arguments.check_headers(headers), arguments.check_bytes(body))
         attributes, data, media = event.headers(), event.data, event.media
         longest = max(map(len, (media, *attributes.values())))
         if len(attributes) > MOST_IN_HEADERS or longest > MOST_IN_A_HEADER:
@@ -172,7 +159,7 @@ class AsyncClient(Calls):
         """Do as `send_many` does, but yield the results that arrived together as one list."""
         from postroom._wire.batch import Batch, feed  # noqa: PLC0415 - nor does it, unless it streams
 
-        given, count = None if traceparent is None else check_traceparent(traceparent), 0
+        given, count = None if traceparent is None else arguments.check_traceparent(traceparent), 0
         with spans.sending(None, None, given) as span:
             headers = {} if span.traceparent is None else {"traceparent": span.traceparent}
             async with aclosing(feed(messages)) as source:
@@ -189,7 +176,7 @@ class AsyncClient(Calls):
 
     async def wait(self, client_message_id: UUID | str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
         """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return its state."""
-        patience = Patience(check_wait(timeout, "timeout"))
+        patience = Patience(arguments.check_wait(timeout, "timeout"))
         while True:
             seconds = min(patience.remaining(), MAX_WAIT)
             row = await self._read(
@@ -206,8 +193,8 @@ class AsyncClient(Calls):
         if isinstance(client_message_ids, str):
             sentence = f"client_message_ids must be a list of ids, as in [{client_message_ids!r}]"
             refuse("invalid_field", sentence, "client_message_ids")
-        every = [check_id(each) for each in client_message_ids]
-        patience, rows = Patience(check_wait(timeout, "timeout")), list[OutboxRow]()
+        every = [arguments.check_id(each) for each in client_message_ids]
+        patience, rows = Patience(arguments.check_wait(timeout, "timeout")), list[OutboxRow]()
         for start in range(0, len(every), MAX_PAGE):
             ids = every[start : start + MAX_PAGE]
             found: dict[str, OutboxRow] = {}
@@ -237,7 +224,7 @@ class AsyncClient(Calls):
         """
         from postroom._wire.events import EventStream  # noqa: PLC0415 - the same
 
-        seconds = self._patience_seconds if patience is None else check_wait(patience, "patience")
+        seconds = self._patience_seconds if patience is None else arguments.check_wait(patience, "patience")
         following = EventStream(self._transport, query or EventsQuery(), after, Patience(seconds))
         async with aclosing(following.messages()) as messages:
             async for message in messages:
@@ -280,7 +267,7 @@ class AsyncClient(Calls):
 
     async def trace(self, id_: str, sender: str | None = None) -> Story:
         """Return what the daemon knows of a row or a message, also of one that it received from `sender`."""
-        return await self._read(f"/v1/trace/{segment(id_)}", Story, query=TraceQuery(sender=sender))
+        return await self._read(f"/v1/trace/{arguments.segment(id_)}", Story, query=TraceQuery(sender=sender))
 
     async def act(
         self,
@@ -299,11 +286,11 @@ class AsyncClient(Calls):
         raises `already_accepted` if the broker turns out to have the message, and, without `force`, `outcome_unknown`
         if the broker may have it and cannot be asked.
         """
-        check_verb(verb, VERBS)
+        arguments.check_verb(verb, VERBS)
         options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
         given: dict[str, Any] = {name: value for name, value in options.items() if value not in (None, False)}
         if isinstance(message, SendRequest):
-            encode(message)  # which refuses what JSON would change
+            arguments.encode(message)  # which refuses what JSON would change
         body = VERBS[verb].body
         if not given.keys() <= set(body.__struct_fields__):
             names = ", ".join(sorted(given.keys() - set(body.__struct_fields__)))
@@ -317,7 +304,7 @@ class AsyncClient(Calls):
 
         One request covers some 10,000 rows; what it did stays done where a later one fails.
         """
-        check_verb(verb, VERBS)
+        arguments.check_verb(verb, VERBS)
         total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         asked = BulkRequest(reason=reason, filter=rows, force=force, dry_run=dry_run)
         while True:
@@ -410,13 +397,13 @@ class AsyncClient(Calls):
 
 
 def _send_path(client_message_id: UUID | str) -> str:
-    return f"/v1/sends/{segment(client_message_id)}"
+    return f"/v1/sends/{arguments.segment(client_message_id)}"
 
 
 def _row(row_id: str) -> str:
     """Return the path of a row; unless a letter is escaped, that of the id `export` is the route of all rows."""
-    return f"/v1/outbox/{segment(row_id).replace('export', '%65xport')}"
+    return f"/v1/outbox/{arguments.segment(row_id).replace('export', '%65xport')}"
 
 
 def _subscription(topic: str) -> str:
-    return f"/v1/topics/{segment(topic)}/subscription"
+    return f"/v1/topics/{arguments.segment(topic)}/subscription"

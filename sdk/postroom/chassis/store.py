@@ -47,21 +47,9 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 import aiosqlite
 import structlog
 
+from postroom.chassis import sqlite
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over, open_private, private_directory, why_refused
-from postroom.chassis.sqlite import (
-    PARTS,
-    QUERIES,
-    Damaged,
-    Schema,
-    exit_after,
-    exit_after_opening,
-    is_broken,
-    is_full,
-    open_reader,
-    open_writer,
-    transaction,
-)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -110,7 +98,7 @@ class OwnedFile:
                 hand_over(self._lock, directory)
         except OSError as error:
             why = why_refused(error, "configure another")
-            raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {why}") from error
+            raise Fatal(sqlite.exit_after(error), f"cannot use the state directory {directory}: {why}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -178,14 +166,14 @@ def set_aside(database: Path, now: int) -> Path:
 
 def move(database: Path, destination: Path) -> None:
     """Rename the parts of an SQLite file, the database first: without it nothing opens the others."""
-    for part in PARTS:
+    for part in sqlite.PARTS:
         with contextlib.suppress(FileNotFoundError):
             Path(f"{database}{part}").rename(f"{destination}{part}")
 
 
 def remove(database: Path) -> None:
     """Remove what there is of an SQLite file."""
-    for part in PARTS:
+    for part in sqlite.PARTS:
         Path(f"{database}{part}").unlink(missing_ok=True)
 
 
@@ -294,7 +282,7 @@ class Transactor:
 
     def transact(self, db: sqlite3.Connection, group: Sequence[Any]) -> list[Outcome]:
         """Run a group in one transaction; returns the outcome of each once that is on disk, or undoes it and raises."""
-        with transaction(db):
+        with sqlite.transaction(db):
             outcomes = [write.run(db) for write in group]
         self.logged += _COMMIT_BYTES + sum(write.size for write in group)
         return outcomes
@@ -363,7 +351,7 @@ class Store:
     async def open(
         cls,
         file: OwnedFile | Path,
-        schema: Schema,
+        schema: sqlite.Schema,
         answers: Answers,
         *,
         prepare: Work[object],
@@ -381,14 +369,14 @@ class Store:
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path
-        connect = partial(open_writer, path, schema, check=owned is not None and owned.unclean)
+        connect = partial(sqlite.open_writer, path, schema, check=owned is not None and owned.unclean)
         async with contextlib.AsyncExitStack() as undo:
             if owned is not None:
                 undo.callback(owned.end, clean=False)
             try:
                 try:
                     connection = await Connection.open(connect)
-                except Damaged as fault:
+                except sqlite.Damaged as fault:
                     damaged(path, str(fault))
                     connection = await Connection.open(connect)
                 undo.push_async_callback(connection.close)
@@ -396,15 +384,15 @@ class Store:
                     owned.begin()
 
                 def begin(db: sqlite3.Connection) -> None:
-                    with transaction(db):
+                    with sqlite.transaction(db):
                         prepare(db)
 
                 await connection.run(begin)
                 reader = None
                 if owned is not None:
-                    reader = await Connection.open(partial(open_reader, path))
+                    reader = await Connection.open(partial(sqlite.open_reader, path))
             except (sqlite3.Error, OSError) as error:
-                code = exit_after_opening(path, error)
+                code = sqlite.exit_after_opening(path, error)
                 reason = error.strerror if isinstance(error, OSError) else error
                 advice = _ADVICE.get(code, "its owner, its mode and the disk")
                 raise Fatal(code, f"cannot open {path}: {reason}; check {advice}") from error
@@ -432,7 +420,7 @@ class Store:
             clean = self.failure is None
             if clean:
                 try:
-                    await self._connection.run(lambda db: db.execute(QUERIES["checkpoint_truncate"]).fetchall())
+                    await self._connection.run(lambda db: db.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall())
                 except sqlite3.Error as error:
                     clean = False
                     advice = "the next start continues"
@@ -507,7 +495,7 @@ class Store:
         try:
             return await self._reader.run(work)
         except sqlite3.Error as error:
-            if is_broken(error):
+            if sqlite.is_broken(error):
                 self._end(error)
             raise self._answers.refused(error) from error
 
@@ -580,7 +568,7 @@ class Store:
         try:
             return self._transact(db, [waiting.operation for waiting in group])
         except Exception as error:  # any other: its operation fails alone
-            if is_broken(error):
+            if sqlite.is_broken(error):
                 raise
             attempt = partial(self._attempt, db)
             return [self._transactor.alone(waiting.operation, attempt) for waiting in group]
@@ -596,9 +584,9 @@ class Store:
         try:
             return self._transact(db, [operation])[0]
         except Exception as error:
-            if is_broken(error):
+            if sqlite.is_broken(error):
                 raise
-            self._lacked_space = self._lacked_space or is_full(error)
+            self._lacked_space = self._lacked_space or sqlite.is_full(error)
             return self._answers.refused(error)
 
     def _checkpoint(self, db: sqlite3.Connection, last: int) -> None:
@@ -612,12 +600,12 @@ class Store:
             return
         try:
             if restart := self.wal_bytes > _RESTART_AT:
-                db.execute(QUERIES["wait_briefly"])
-            _, frames, moved = db.execute(QUERIES["checkpoint_restart" if restart else "checkpoint"]).fetchone()
+                db.execute(sqlite.QUERIES["wait_briefly"])
+            _, frames, moved = db.execute(sqlite.QUERIES["checkpoint_restart" if restart else "checkpoint"]).fetchone()
             if restart:
-                db.execute(QUERIES["wait"])
+                db.execute(sqlite.QUERIES["wait"])
         except sqlite3.Error as error:
-            if is_broken(error):
+            if sqlite.is_broken(error):
                 raise
             # A full disk, say: the log keeps what was committed, and the next transaction tries again.
             _log.warning("checkpoint_failed", file=str(self.path), error=str(error), wal_bytes=self.wal_bytes)
