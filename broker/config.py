@@ -86,7 +86,9 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str | None, Meta(description="group that may connect (mode 0660); unset: only the broker's user (mode 0600)")
     ] = None
     tls_cert: Annotated[Path | None, Meta(description="certificate chain (PEM); turns TLS on")] = None
-    tls_key: Annotated[Path | None, Meta(description="private key (PEM) of `tls_cert`")] = None
+    tls_key: Annotated[
+        Path | None, Meta(description="private key (PEM) of `tls_cert`, without a passphrase; not readable by others")
+    ] = None
     connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections for accepting")] = 6
     max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH, description="messages in one accept request")] = MAX_BATCH
     max_request_bytes: Annotated[int, Meta(ge=1024, description="largest request body, in bytes")] = 8 * MAX_BODY_BYTES

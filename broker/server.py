@@ -93,7 +93,7 @@ async def serving(services: Services) -> AsyncIterator[str]:
     """Listen, and yield the URL; at the end finish the requests at work.
 
     Raises `Fatal`: 69 where the address is taken or a process answers on the socket, 78 where certificate and key do
-    not match, or the socket cannot be created.
+    not match, the key is open to others or has a passphrase, or the socket cannot be created.
     """
     config = services.config
     tls = _tls(config)
@@ -121,5 +121,5 @@ def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert, tls_key")
+    show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert", "tls_key")
     return tls

@@ -8,13 +8,14 @@ inside a value is marked with `SECRET`.
 
 import os
 import ssl
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -131,18 +132,25 @@ def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
         raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {error}; check that file") from error
 
 
-def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, names: str) -> None:
-    """Have a context show a certificate to its peers; raises `Fatal` (78), with the settings' `names`, if it can't."""
+def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, cert_setting: str, key_setting: str) -> None:
+    """Have a context show a certificate to its peers.
 
-    def refuse() -> str:  # OpenSSL would ask on the terminal
-        raise ValueError("the key has a pass phrase, which nobody is asked for: write it without one")
+    Raises `Fatal` (78) where one of the files, which the settings name, is unusable, or every user can read the key.
+    """
+
+    def refuse() -> NoReturn:  # in the place of OpenSSL, which would wait for an answer at the terminal
+        advice = f"write it without one: openssl pkey -in {key} -out NEW, and chmod 600 it"
+        raise Fatal(Exit.CONFIG, f"{key_setting} {key} has a passphrase: {advice}")
 
     try:
-        for file in (certificate, key):
-            read_regular(file)
+        read_regular(certificate)
+        _, status = read_regular(key)
+        if status.st_mode & stat.S_IRWXO:
+            raise Fatal(Exit.CONFIG, f"{key_setting} {key} is open to every user: chmod 600 it, and change it")
         tls.load_cert_chain(certificate, key, refuse)
-    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
-        raise Fatal(Exit.CONFIG, f"{names}: cannot use {certificate} with {key}: {error}; check both files") from error
+    except OSError as error:  # or an ssl.SSLError
+        detail = f"cannot load {cert_setting} {certificate} with {key_setting} {key}: {error}; check both files"
+        raise Fatal(Exit.CONFIG, detail) from error
 
 
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:

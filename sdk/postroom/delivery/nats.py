@@ -108,7 +108,7 @@ def usable(settings: NatsSettings) -> dict[str, Any]:
     tls = trusting(settings.ca_file, "nats.ca_file")
     if settings.cert_file is not None and settings.key_file is not None:
         tls = tls or ssl.create_default_context()
-        show_certificate(tls, settings.cert_file, settings.key_file, "nats.cert_file, nats.key_file")
+        show_certificate(tls, settings.cert_file, settings.key_file, "nats.cert_file", "nats.key_file")
     return {"servers": _servers(settings.url), "tls": tls, **_credentials(settings.credentials_file)}
 
 

@@ -56,7 +56,9 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     cert_file: Annotated[
         Path | None, Meta(description="certificate chain (PEM) for servers that ask their clients for one")
     ] = None
-    key_file: Annotated[Path | None, Meta(description="private key (PEM) of `cert_file`, without a pass phrase")] = None
+    key_file: Annotated[
+        Path | None, Meta(description="private key (PEM) of `cert_file`, without a passphrase; not readable by others")
+    ] = None
     connect_seconds: ConnectSeconds = 5
     reconnect_seconds: Annotated[
         float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")

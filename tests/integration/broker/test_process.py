@@ -19,6 +19,7 @@ import aiohttp
 import asyncpg
 import msgspec
 import pytest
+from support.certificates import CERTIFICATE, KEY, LOCKED_KEY, private
 from support.databases import HOLD_NUMBERS
 from support.zygote import Piped
 
@@ -31,7 +32,6 @@ from postroom.chassis.exits import Exit, Fatal
 Message = Callable[..., dict[str, Any]]
 
 DOCS = Path(__file__).parents[3] / "docs"
-LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
 async def run(command: str, file: Path, **environ: str) -> tuple[int, str]:
@@ -197,19 +197,21 @@ async def test_what_cannot_be_opened_is_named(
     migrated: BrokerConfig, bad_tokens: dict[str, Path], tmp_path: Path
 ) -> None:
     os.mkfifo(pipe := tmp_path / "pipe", 0o600)
+    (open_key := private(KEY, tmp_path)).chmod(0o604)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
         ({"admin_token_file": bad_tokens["open"]}, "readable by everybody"),
         *(({"admin_token_file": bad_tokens[name]}, "that a request can carry") for name in ("marked", "two", "long")),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
         ({"admin_token_file": pipe}, "admin_token_file .*not a regular file"),
-        ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert.*not a regular file"),
+        ({"tls_cert": pipe, "tls_key": pipe}, "tls_cert .*not a regular file"),
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
         ({"redis_url": "redis://localhost/0?ssl_cert_reqs=none"}, "redis_url is not a Redis URL"),
         ({"redis_url": "rediss://localhost/0?ssl_cert_reqs=sometimes"}, "redis_url is not a Redis URL"),
-        ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert.* /nowhere"),
-        ({"tls_cert": LOOPBACK / "certificate.pem", "tls_key": LOOPBACK / "locked.pem"}, "tls_key.* pass phrase"),
+        ({"tls_cert": Path("/nowhere"), "tls_key": KEY}, "tls_cert /nowhere"),
+        ({"tls_cert": CERTIFICATE, "tls_key": open_key}, "tls_key .*open to every user"),
+        ({"tls_cert": CERTIFICATE, "tls_key": private(LOCKED_KEY, tmp_path)}, "tls_key .*has a passphrase"),
     ]
     for changes, sentence in wrong:
         with pytest.raises(Fatal, match=sentence) as refused:
@@ -218,9 +220,9 @@ async def test_what_cannot_be_opened_is_named(
         assert refused.value.exit_code == Exit.CONFIG
 
 
-async def test_it_speaks_tls_with_the_certificate_it_is_given(migrated: BrokerConfig) -> None:
-    tls = msgspec.structs.replace(migrated, tls_cert=LOOPBACK / "certificate.pem", tls_key=LOOPBACK / "key.pem")
-    trust = ssl.create_default_context(cafile=str(LOOPBACK / "certificate.pem"))
+async def test_it_speaks_tls_with_the_certificate_it_is_given(migrated: BrokerConfig, tmp_path: Path) -> None:
+    tls = msgspec.structs.replace(migrated, tls_cert=CERTIFICATE, tls_key=private(KEY, tmp_path))
+    trust = ssl.create_default_context(cafile=CERTIFICATE)
     async with (
         open_services(tls) as services,
         serving(services) as url,

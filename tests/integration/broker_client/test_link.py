@@ -7,11 +7,11 @@ import json
 import socket
 import ssl
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from support.certificates import CERTIFICATE, KEY
 
 from broker_client import BrokerClientSettings, BrokerLink, Failure, RequestFailed
 from postroom.chassis.exits import Exit, Fatal
@@ -19,7 +19,6 @@ from postroom.chassis.logs import mask
 from postroom.errors import InvalidMessage, NotFound
 
 MIB = 1024 * 1024
-LOOPBACK = Path(__file__).with_name("loopback")  # a certificate for 127.0.0.1 that signs itself, and its key
 
 
 async def failure_of(link, rows) -> RequestFailed:
@@ -360,9 +359,9 @@ def test_a_ca_file_that_cannot_be_used_ends_the_process(tmp_path, content):
 
 
 async def test_a_broker_is_trusted_only_with_a_certificate_of_the_configured_authority(link_to, claimed):
-    certificate = LOOPBACK / "certificate.pem"
+    certificate = CERTIFICATE
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, LOOPBACK / "key.pem")
+    context.load_cert_chain(certificate, KEY)
 
     async def accept(_request):
         return web.json_response({"answers": [_answer()]})

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 from nats.errors import OutboundBufferLimitError
 from structlog.testing import capture_logs
+from support.certificates import CERTIFICATE, KEY, LOCKED_KEY, private
 from support.waiting import until
 
 from embedded import EmbeddedNats
@@ -25,7 +26,6 @@ from postroom.delivery.publication.link import Link
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import NotPermitted, Unavailable
 
-LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 MEBIBYTE = bytes(2**20)
 MORE_THAN_IS_BUFFERED = 64
 
@@ -53,12 +53,12 @@ class NatsWithTLS(EmbeddedNats):
     """One that accepts connections without TLS as well, as while its clients are moved to it."""
 
     def _write(self, config: dict[str, Any]) -> None:
-        certificate = {"cert_file": str(LOOPBACK / "certificate.pem"), "key_file": str(LOOPBACK / "key.pem")}
+        certificate = {"cert_file": str(CERTIFICATE), "key_file": str(KEY)}
         super()._write({**config, "tls": certificate, "allow_non_tls": True})
 
 
 async def test_no_password_is_sent_without_tls_where_the_url_or_the_ca_file_asks_for_it(short_directory: Path) -> None:
-    trusted = LOOPBACK / "certificate.pem"
+    trusted = CERTIFICATE
     plain, safe = EmbeddedNats(short_directory / "plain"), NatsWithTLS(short_directory / "safe")
     plain.start()
     safe.start()
@@ -89,24 +89,24 @@ class NatsForCertificates(EmbeddedNats):
     """One that answers only clients with a certificate of its authority."""
 
     def _write(self, config: dict[str, Any]) -> None:
-        certificate = str(LOOPBACK / "certificate.pem")
-        tls = {"cert_file": certificate, "key_file": str(LOOPBACK / "key.pem"), "ca_file": certificate, "verify": True}
+        tls = {"cert_file": str(CERTIFICATE), "key_file": str(KEY), "ca_file": str(CERTIFICATE), "verify": True}
         super()._write({**config, "tls": tls})
 
 
 async def test_a_server_that_asks_for_a_certificate_is_shown_that_of_the_settings(short_directory: Path) -> None:
     server = NatsForCertificates(short_directory / "nats")
     server.start()
-    trusting = NatsSettings(url=server.url, ca_file=LOOPBACK / "certificate.pem")
+    trusting = NatsSettings(url=server.url, ca_file=CERTIFICATE)
     try:
-        settings = replace(trusting, cert_file=LOOPBACK / "certificate.pem", key_file=LOOPBACK / "key.pem")
+        settings = replace(trusting, cert_file=CERTIFICATE, key_file=private(KEY, short_directory))
         client = await connect(settings, name="test", patience=3)
         assert client.is_connected
         await client.close()
         with pytest.raises(Unavailable, match=r"set nats\.cert_file and nats\.key_file"):
             await connect(trusting, name="test", patience=3)
-        with pytest.raises(Fatal, match=r"nats\.cert_file, nats\.key_file: .* pass phrase"):
-            await connect(replace(settings, key_file=LOOPBACK / "locked.pem"), name="test", patience=3)
+        locked = replace(settings, key_file=private(LOCKED_KEY, short_directory))
+        with pytest.raises(Fatal, match=r"nats\.key_file .* has a passphrase"):
+            await connect(locked, name="test", patience=3)
     finally:
         server.stop()
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from support.certificates import CERTIFICATE, KEY
 from support.wire import Serve, Speak
 
 from postroom import AsyncClient, BrokerClient, NotPermitted, SendRequest, Unavailable
 from postroom._wire import transport
-
-LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1, and its key
 
 
 def answer(body: bytes, status: str = "200 OK", media: str = "application/json", more: str = "") -> bytes:
@@ -239,7 +238,7 @@ async def features(request: pytest.FixtureRequest) -> AsyncIterator[TestServer]:
     tls = None
     if request.param == "https":
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
+        tls.load_cert_chain(CERTIFICATE, KEY)
     server = TestServer(app, scheme=request.param)
     await server.start_server(ssl=tls)
     yield server
@@ -250,7 +249,7 @@ async def features(request: pytest.FixtureRequest) -> AsyncIterator[TestServer]:
 @pytest.mark.parametrize("end", ["", "/"])
 async def test_a_broker_may_be_behind_a_path_and_tls(features: TestServer, end: str) -> None:
     url = str(features.make_url("/behind/a/proxy")) + end
-    async with BrokerClient(url, "token", patience=0, ca_file=LOOPBACK / "certificate.pem") as client:
+    async with BrokerClient(url, "token", patience=0, ca_file=CERTIFICATE) as client:
         for _ in range(2):
             assert (await client.features()).mesh == "demo"
 

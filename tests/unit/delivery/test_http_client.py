@@ -8,14 +8,13 @@ import ssl
 from pathlib import Path
 
 import pytest
+from support.certificates import CERTIFICATE, KEY
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http import client as http_client
 from postroom.delivery.http.addresses import AddressInfo, Guard
 from postroom.delivery.http.client import Answer, HandlerClient, read_secret
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, check_timeout
-
-LOOPBACK = Path(__file__).parents[2] / "integration" / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
 def refusal(settings: HandlerSettings) -> str:
@@ -161,10 +160,10 @@ async def test_a_handler_is_trusted_only_with_a_certificate_of_the_configured_au
         writer.close()
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
+    context.load_cert_chain(CERTIFICATE, KEY)
     server = await asyncio.start_server(say, "127.0.0.1", 0, ssl=context)
     url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    trusted = await _speak(url, ca_file=LOOPBACK / "certificate.pem")
+    trusted = await _speak(url, ca_file=CERTIFICATE)
     untrusted = await _speak(url)
     server.close()
 
