@@ -119,7 +119,7 @@ async def show_static(request: web.Request) -> web.Response:
 
 @web.middleware
 async def problems_as_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Show what went wrong as a page; an operator whose token the broker no longer knows has to log in again."""
+    """Show what went wrong as a page; who is logged out, or has a token that is not valid any more, logs in again."""
     try:
         return await handler(request)
     except PostroomError as error:
@@ -138,7 +138,10 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
         return problem_page(request, error.status, sentence, code)
     except RequestPayloadError:  # nobody is there any more who could read a page
         raise
-    except Exception:  # noqa: BLE001 - the last net, as of every program
+    except Exception as error:
+        session = request.get(SESSION)
+        if session is not None and request.app[SESSIONS].is_over(session.key):  # by another page: its client is closed
+            raise web.HTTPSeeOther(f"/login{next_of(request)}") from error
         bug = unforeseen(request)
         return problem_page(request, bug.status, bug.detail, bug.code)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any
 
+import asyncpg
 import pytest
+from support.waiting import until_so
 
 from console.app import ROUTES, STATIC
 from console.sessions import MOST_ATTEMPTS, ROLES
@@ -123,6 +127,21 @@ async def test_whose_token_the_broker_has_forgotten_has_to_log_in_again(office: 
         pass  # the broker remembers a token for a second
     assert browser.shown.path.startswith("/login")
     assert (await browser.open("/messages", follow=False)).status == 303
+
+
+async def test_a_page_that_loads_while_another_one_logs_out_leads_to_the_log_in(office: Any, admin: Any) -> None:
+    postgres = await asyncpg.connect(office.database)
+    waiting = "SELECT FROM pg_locks WHERE relation = 'mesh.mesh'::regclass AND NOT granted"
+    try:
+        async with postgres.transaction():
+            await postgres.execute("LOCK TABLE mesh.mesh")
+            loading = asyncio.create_task(admin.open("/messages", follow=False))
+            await until_so(partial(postgres.fetch, waiting), "the page waits for the broker")
+            await admin.submit("/logout", follow=False)
+    finally:
+        await postgres.close()
+    page = await loading
+    assert (page.status, page.headers.get("Location")) == (303, "/login?next=/messages")
 
 
 @pytest.mark.parametrize("elsewhere", ["//evil.example", "/\\evil.example", "https://evil.example", "evil"])
