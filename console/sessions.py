@@ -102,7 +102,9 @@ class Sessions:
         )
         try:
             who = await client.whoami()
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, NotPermitted):  # it is not known whether the token is wrong
+                self._attempts[address] -= 1
             await client.close()
             raise
         self._attempts[address] -= 1

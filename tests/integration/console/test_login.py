@@ -92,6 +92,14 @@ async def test_after_ten_wrong_tokens_nobody_logs_in_from_there_for_a_minute(
     assert (await browser.log_in(office.tokens["ada"])).path == "/messages"
 
 
+@pytest.mark.parametrize("settings", [{"broker_url": "http://127.0.0.1:1"}])
+async def test_an_attempt_that_the_broker_does_not_answer_is_no_wrong_token(office: Any) -> None:
+    await asyncio.gather(*(office.browse().log_in(office.tokens["ada"]) for _ in range(MOST_ATTEMPTS)))
+
+    page = await office.browse().log_in(office.tokens["ada"])
+    assert (page.status, "too many attempts" in page.text) == (503, False)
+
+
 @pytest.mark.parametrize("seconds", [3601, 8 * 3600 + 1])
 async def test_a_session_ends_when_it_is_not_used_and_when_its_time_is_over(
     office: Any, monkeypatch: pytest.MonkeyPatch, seconds: int
