@@ -15,6 +15,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from inspect import cleandoc, getdoc
 from itertools import accumulate
+from types import NoneType
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -42,7 +43,14 @@ JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 
 _LATER: Final = (408, 429, 500, 502, 503, 504, 507)  # statuses that may say when to try again
+_FORMS: Final[dict[type, str]] = {  # of a parameter; msgspec takes other texts for these too, such as 1 for true
+    bool: "true or false",
+    int: "a whole number, as in 5",
+    datetime: "a time, as in 2026-11-21T09:00:00Z",
+    NoneType: "omitted, or have a value",
+}
 _RETRY_AFTER: Final = "Retry-After"
+_NUMBERS: Final = "A whole number is written without a fraction: 5, not 5.0."  # which JSON Schema does not say
 _WHEN: Final = "seconds to wait before another try, where the problem has `retry_after`"
 
 
@@ -187,9 +195,11 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         sentence = f"check the query string: {sentence}"
         raise InvalidMessage.of("invalid_query", sentence, field=field) from error
     for name, text in pairs:
-        if isinstance(getattr(found, name), datetime) and ":" not in text:  # msgspec takes it for a time since 1970
-            sentence = f"check the query string: {name} must be a time, as in 2026-11-21T09:00:00Z"
-            raise InvalidMessage.of("invalid_query", sentence, field=name)
+        value = getattr(found, name)
+        if (form := _FORMS.get(type(value))) is None:
+            continue
+        if not (":" in text if isinstance(value, datetime) else text == str(value).lower()):
+            raise InvalidMessage.of("invalid_query", f"check the query string: {name} must be {form}", field=name)
     return found
 
 
@@ -253,7 +263,7 @@ def openapi(
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": title, "version": version, "description": description},
+        "info": {"title": title, "version": version, "description": f"{description} {_NUMBERS}"},
         "paths": paths,
         "components": {
             "schemas": components,
