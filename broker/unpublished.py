@@ -44,8 +44,11 @@ class Unpublished:
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>/log`."""
+        mesh = decode_query(request, MeshQuery).mesh
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            return json_response(unpublished.DroppedLog(dropped=await postgres.list_dropped(connection, self._source)))
+            await _check_context(connection, mesh)
+            dropped = await postgres.list_dropped(connection, self._source, mesh)
+        return json_response(unpublished.DroppedLog(dropped=dropped))
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/unpublished/<source>/<verb>`: for all that match and are refused still."""

@@ -99,6 +99,13 @@ async def test_every_route_admits_the_roles_that_it_names_and_nobody_else(broker
     assert {access: set(callers) for access in ADMITTED} == seen
 
 
+async def test_a_parameter_that_a_route_does_not_take_is_refused_by_name(broker: Any) -> None:
+    for route in routes(broker.services):
+        if route.method == "GET" and route.query is not None:
+            answer = await broker.admin.get(route.path.format(**PATH), misspelt="x")
+            assert (answer.status, answer.code) == (400, "invalid_query"), route.path
+
+
 async def test_who_may_only_look_changes_nothing(broker: Any) -> None:
     for route in routes(broker.services):
         if route.method != "GET":

@@ -86,7 +86,8 @@ async def test_what_an_operator_dropped_is_not_missed(
     failing = (await list_failing(postgres, table)).failing
     async with postgres.transaction():
         await drop_failing(postgres, table, [failing[0].id], actor="olga", reason="a test")
-    assert [one.id for one in await list_dropped(postgres, table)] == [failing[0].id]
+    assert [one.id for one in await list_dropped(postgres, table, "demo")] == [failing[0].id]
+    assert await list_dropped(postgres, table, "dem") == []
     assert await find_orphans(postgres, events_kept=KEPT) == []
 
 

@@ -85,11 +85,12 @@ FROM dropped JOIN mesh.member ON member.id = dropped.recipient_id
 RETURNING broker_message_id || '.' || recipient_id AS id;
 
 -- name: list_dropped
--- What was dropped, the latest $1, oldest first.
+-- What was dropped of the mesh $1, or of all, the latest $2, oldest first.
 SELECT * FROM (
   SELECT broker_message_id || '.' || recipient_id AS id, subject, recipient AS aggregate, publish_error AS error,
     dropped_at, dropped_by, reason
-  FROM postroom.dropped_deliveries ORDER BY dropped_at DESC, broker_message_id, recipient_id LIMIT $1
+  FROM postroom.dropped_deliveries WHERE $1::text IS NULL OR starts_with(subject, $1 || '.')
+  ORDER BY dropped_at DESC, broker_message_id, recipient_id LIMIT $2
 ) AS latest ORDER BY dropped_at, id;
 
 -- name: list_meshes

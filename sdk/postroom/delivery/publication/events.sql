@@ -64,8 +64,8 @@ FROM dropped
 RETURNING id::text AS id;
 
 -- name: list_dropped
--- What was dropped, the latest $1, oldest first.
+-- What was dropped of the context $1, or of all, the latest $2, oldest first.
 SELECT * FROM (
   SELECT id::text AS id, subject, aggregate_id AS aggregate, publish_error AS error, dropped_at, dropped_by, reason
-  FROM postroom.dropped_events ORDER BY dropped_at DESC, id LIMIT $1
+  FROM postroom.dropped_events AS item WHERE $1::text IS NULL OR :ours ORDER BY dropped_at DESC, id LIMIT $2
 ) AS latest ORDER BY dropped_at, id;

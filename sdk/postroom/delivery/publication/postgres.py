@@ -302,9 +302,9 @@ def not_done(table: Table, wanted: RefusedFilter, done: Collection[str]) -> list
     return [Failure(id=text, problem=not_failing(table.name, text).problem) for text in absent]
 
 
-async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
-    """Return what was dropped last, oldest first."""
-    return [Dropped(**row) for row in await connection.fetch(table.queries["list_dropped"], LIMIT)]
+async def list_dropped(connection: Connection, table: Table, context: str | None = None) -> list[Dropped]:
+    """Return what was dropped last, of one context or of all, oldest first."""
+    return [Dropped(**row) for row in await connection.fetch(table.queries["list_dropped"], context, LIMIT)]
 
 
 async def list_backlogs(
