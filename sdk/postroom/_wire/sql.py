@@ -25,8 +25,8 @@ from urllib.parse import parse_qs, urlsplit
 from postroom._wire.http import why_unreachable
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
-UNUSABLE: Final = (ValueError, ServiceFileError)
-"""What asyncpg raises for a URL that it cannot use, or for the service file that one names."""
+UNUSABLE: Final = (ValueError, OverflowError, ServiceFileError)
+"""What asyncpg raises for a URL that it cannot use, such as one with a port above 65535, or for its service file."""
 
 _NO_URL: Final = "is not a Postgres URL (postgresql://user@host/database; a / or # in a password is written %2F or %23)"
 _NO_SERVICE: Final = "names a service of a file that cannot be read: write [name], then key=value lines; for % write %%"

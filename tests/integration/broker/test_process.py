@@ -208,6 +208,7 @@ async def test_what_cannot_be_opened_is_named(
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
         ({"redis_url": "redis://localhost/0?ssl_cert_reqs=none"}, "redis_url is not a Redis URL"),
+        ({"redis_url": "redis://localhost/0?pasword=x"}, "redis_url is not a Redis URL"),
         ({"redis_url": "rediss://localhost/0?ssl_cert_reqs=sometimes"}, "redis_url is not a Redis URL"),
         ({"tls_cert": Path("/nowhere"), "tls_key": KEY}, "tls_cert /nowhere"),
         ({"tls_cert": CERTIFICATE, "tls_key": open_key}, "tls_key .*open to every user"),

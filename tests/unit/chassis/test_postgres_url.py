@@ -49,6 +49,15 @@ def test_tls_options_reach_the_server(query: str) -> None:
         asyncio.run(connect_spark(f"{NOBODY}?{query}"))
 
 
+def test_a_port_that_no_host_has_is_refused() -> None:
+    url = NOBODY.replace(":1/", ":65536/")
+    with pytest.raises(Fatal, match="database_url is not a Postgres URL") as ended:
+        asyncio.run(connect(url))
+    assert ended.value.exit_code == Exit.CONFIG
+    with pytest.raises(InvalidMessage, match="database_url is not a Postgres URL"):
+        asyncio.run(connect_spark(url))
+
+
 @refusals
 def test_a_tls_option_that_cannot_be_used_is_named(
     query: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
