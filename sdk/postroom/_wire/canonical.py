@@ -1,6 +1,10 @@
 """Canonical JSON (RFC 8785): the same bytes for the same values, whichever program writes them."""
 
+import json
+import math
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +16,10 @@ _CONTAINERS: Final = {dict, list, tuple}
 _AS_THEY_ARE: Final = {str, bool, type(None)}
 _MAYBE_AS_THEY_ARE: Final = _AS_THEY_ARE | {int, float}
 
+_LONG: Final = re.compile(r"\d{16}")  # no shorter number is beyond `_EXACT`
+
 _encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder().decode
 
 
 def encode(value: Any) -> bytes:
@@ -22,6 +29,20 @@ def encode(value: Any) -> bytes:
     `RecursionError` where it nests too deeply.
     """
     return _encode(_canonical(value))
+
+
+def decode(text: str) -> Any:
+    """Decode JSON that Postgres may have written, which has no exponents: 1e20 is 100000000000000000000 there.
+
+    No whole number beyond 2^53 is accepted, so one with the digits of a double is that double.
+    """
+    return json.loads(text, parse_int=_integer) if _LONG.search(text) else _decode(text)
+
+
+def _integer(digits: str) -> int | float:
+    double = float(digits)
+    is_double = _EXACT < abs(double) < math.inf and Decimal(repr(double)) == int(digits)
+    return double if is_double else int(digits)
 
 
 def _canonical(value: Any) -> Any:

@@ -11,6 +11,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from postroom._wire.administration import HistoryMessage
+from postroom._wire.canonical import decode
 from postroom._wire.message import read_traceparent
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
@@ -136,7 +137,7 @@ def history_message(row: asyncpg.Record) -> HistoryMessage:
         priority=row["priority"],
         body=body.decode() if row["body_is_text"] else None,
         body_base64=None if row["body_is_text"] else base64.b64encode(body).decode(),
-        meta=None if row["meta"] is None else msgspec.json.decode(row["meta"]),
+        meta=None if row["meta"] is None else decode(row["meta"]),
         reply_to=row["reply_to"],
         traceparent=row["traceparent"],
     )

@@ -194,12 +194,14 @@ async def test_a_retry_is_answered_before_its_message_is_looked_at(broker: Any, 
 
 async def test_meta_and_body_come_out_as_they_went_in(broker: Any, message: Message) -> None:
     alice = broker.member("alice")
-    meta = {"\u20ac": [1, 2.5, None, True, {"deep": "\U0001f4ee"}], "big": 2**53 - 1, "tiny": 5e-324}
+    numbers = {"big": 2**53 - 1, "tiny": 5e-324, "huge": [1.5e300, 2.0**60]}
+    meta = {"\u20ac": [1, 2.5, None, True, {"deep": "\U0001f4ee"}], **numbers}
     text = await alice.send_one(message("id-1", body='"quoted"\n\u2028', meta=meta))
     raw = await alice.send_one(message("id-2", body=None, body_base64="AAEC/w=="))
 
     first = (await alice.get(f"/v1/messages/{text.broker_message_id}")).body
     assert (first["body"], first["meta"]) == ('"quoted"\n\u2028', meta)
+    assert (await alice.send_one(message("id-3", meta=first["meta"]))).status == 201
     second = (await alice.get(f"/v1/messages/{raw.broker_message_id}")).body
     assert (second["body_base64"], "body" in second) == ("AAEC/w==", False)
 

@@ -14,11 +14,8 @@ times of runs (docs/contract/delivery.md#delivery-60).
 
 import asyncio
 import hashlib
-import json
-import math
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
@@ -28,6 +25,7 @@ import rfc8785
 import structlog
 
 from postroom._wire.arguments import to_json
+from postroom._wire.canonical import decode
 from postroom._wire.canonical import encode as encode_canonically
 from postroom._wire.sql import load_queries
 from postroom._wire.words import counted
@@ -89,19 +87,9 @@ _decode_any: Final = msgspec.json.Decoder().decode
 def canonical(value: Any, what: str) -> bytes:
     """Return the canonical JSON of a payload; raises `InvalidMessage` where JSON cannot hold it."""
     try:
-        data = to_json(value)
-        try:
-            return encode_canonically(_decode_any(data))
-        except rfc8785.IntegerDomainError:
-            return encode_canonically(json.loads(data, parse_int=_integer))
+        return encode_canonically(decode(to_json(value).decode()))
     except (rfc8785.CanonicalizationError, msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
-
-
-def _integer(digits: str) -> int | float:
-    """Read a whole number as the double that has these digits, if one has: Postgres writes 1e20 without exponent."""
-    double = float(digits)
-    return double if math.isfinite(double) and Decimal(repr(double)) == int(digits) else int(digits)
 
 
 def with_payload(envelope: Envelope, value: Any) -> tuple[Envelope, bytes]:
