@@ -79,6 +79,7 @@ def _are_plain(values: Sequence[Any], kinds: set[type]) -> bool:
         or (
             min(sizes) > _PLAIN_FLOATS[0]
             and max(sizes) < _PLAIN_FLOATS[1]
+            and not math.isnan(sum(sizes))  # which min and max pass over
             and not any(map(float.is_integer, fractions))
         )
     )
