@@ -33,9 +33,9 @@ _ID_REQUIRED: Final = (
 )
 
 _NO_OPTIONS: Final = (
-    "the write has no options: it needs `to` and `id` at least. Spark does not pass on those of a table in SQL: write "
-    "CREATE TEMPORARY VIEW in place of CREATE TABLE, or name them in the statement, as in INSERT INTO orders WITH "
-    "(to = 'topic:orders', id = 'order_id') SELECT …"
+    "the write has no options: it needs `to` and `id` at least. Spark does not pass on those of a table in SQL: "
+    "write CREATE TEMPORARY VIEW in place of CREATE TABLE, or name them in the statement, as in INSERT INTO orders "
+    "WITH (to = 'topic:orders', id = 'order_id') SELECT …"
 )
 
 _EXPECTED: Final = {  # of the options that are more than text
