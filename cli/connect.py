@@ -26,6 +26,9 @@ def with_daemon(
     """Run `work` with a client of the daemon and return what it returns; `patience` and `timeout` are in seconds."""
     from postroom import Client  # noqa: PLC0415
 
+    if timeout > TIMEOUT:  # else one that hangs would be waited for as long as what takes longest
+        with Client(socket, patience=patience, timeout=TIMEOUT) as client:
+            client.health()
     with Client(socket, patience=patience, timeout=timeout) as client:
         return work(client)
 
@@ -48,6 +51,9 @@ def with_broker(
     token = read_token(token_file)
 
     async def run() -> T:
+        if timeout > TIMEOUT:  # else one that hangs would be waited for as long as what takes longest
+            async with BrokerClient(url, token, patience=patience, timeout=TIMEOUT) as client:
+                await client.whoami()
         async with BrokerClient(url, token, patience=patience, timeout=timeout) as client:
             return await work(client)
 

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -296,6 +297,18 @@ def test_a_start_of_a_job_without_an_answer_says_how_to_repeat_it_without_a_seco
         ended = there.run("jobs", "start", "elsewhere", "--first", "extract")
     assert ended.code == 69
     assert re.search("repeat it with --job [0-9a-f-]{36}, which does not start a second job", ended.sentence())
+
+
+def test_a_hung_broker_is_given_up_before_the_time_that_a_request_for_many_things_may_take(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "TIMEOUT", 0.1)
+    with hung_broker(short_directory) as there:
+        for command in (["list"], ["drop", "a", "--reason", "a test", "--yes"]):
+            began = time.monotonic()
+            ended = there.run("dlq", *command)
+            assert (ended.code, time.monotonic() - began < 60) == (69, True)
+            assert "did not answer in time: it hangs" in ended.sentence()
 
 
 async def test_a_daemon_of_another_version_is_said_to_be_one(short_directory: Path) -> None:

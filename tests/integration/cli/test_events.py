@@ -199,7 +199,11 @@ async def test_a_redrive_that_is_interrupted_says_how_far_it_was(short_directory
         done = [{"source": "events", "messages": 6000 if dry else 5000}]
         return web.json_response({"dry_run": dry, "done": done, "failed": [], "next_cursor": None if dry else "more"})
 
+    async def know(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"actor": "administrator", "role": "administer", "mesh": None})
+
     app = web.Application()
+    app.router.add_get("/v1/whoami", know)
     app.router.add_post("/v1/sources/redrive", answer)
     runner = web.AppRunner(app)
     await runner.setup()
