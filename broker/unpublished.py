@@ -149,14 +149,14 @@ class Consumers:
         return handle
 
     async def _running(self, js: JetStreamContext, meshes: Collection[str] | None, whose: tuple[str, str]) -> set[str]:
-        """Return the ids of the consumers that a program runs: it asks for messages, or pauses for its handler."""
+        """Return the ids of the consumers that a program runs: it asks for messages, or has as many as it may."""
         async with self._database.read(whose) as connection:
             begun, programs = await find_begun(connection), await list_programs(connection, None)
         parts = {part.name for program in programs if not program.away for part in program.parts}
         return {
             one.id
             for one in await list_durables(js, meshes, begun)
-            if one.asks or (one.paused and one.paused_by is None and f"consumer {one.consumer}" in parts)
+            if one.asks or ((one.in_hand or one.paused) and f"consumer {one.consumer}" in parts)
         }
 
 

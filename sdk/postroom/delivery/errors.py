@@ -9,6 +9,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
 from postroom._wire.http import why_unreachable
+from postroom._wire.programs import AWAY_SECONDS
 from postroom._wire.sql import why_failed
 from postroom._wire.words import when
 from postroom.chassis.exits import Fatal
@@ -170,7 +171,8 @@ def cannot_pause(consumer: str, version: str) -> Unavailable:
 
 def still_runs(consumer: str) -> Conflict:
     """Refuse to delete a consumer that a program runs at the moment, and would make again at once."""
-    detail = f"cannot delete {consumer}: a program runs it now; stop that first"
+    killed = f"one that was killed counts for {AWAY_SECONDS:g} s"
+    detail = f"cannot delete {consumer}: a program runs it now; stop that first ({killed})"
     return Conflict.of("consumer_in_use", detail, retryable=True)
 
 

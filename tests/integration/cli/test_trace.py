@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from socket import gethostname
+from socket import create_server, gethostname
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -201,7 +201,7 @@ def working(office: Office) -> Iterator[Office]:
 
 
 @contextmanager
-def consuming(office: Office, durable: str, url: str, event: str = "orders") -> Iterator[None]:
+def consuming(office: Office, durable: str, url: str, event: str = "orders", **more: float) -> Iterator[None]:
     """Run a consumer of an event, which tries each message again after ten minutes, for the length of the block."""
     settings = {
         "CONTEXT": MESH,
@@ -213,6 +213,7 @@ def consuming(office: Office, durable: str, url: str, event: str = "orders") -> 
         "CONSUMER_BACKOFF_FIRST_SECONDS": 600,
         "CONSUMER_BACKOFF_MOST_SECONDS": 600,
         "HANDLER_URL": url,
+        **more,
     }
     place = office.directory / durable
     place.mkdir()
@@ -832,6 +833,19 @@ def test_a_name_that_consumers_of_two_streams_have_is_asked_about_with_both(cons
     asked = office.user.at_a_terminal("consumer", "delete", "counting", *delete[3:], answer="y\n")
     assert (asked.code, "a program runs it now" in asked.out) == (1, True)
     assert f"{MESH.upper()}_INBOX/counting deleted" in asked.out
+
+
+def test_a_consumer_that_has_as_much_in_hand_as_it_may_is_not_deleted_while_it_runs(consumer: Office) -> None:
+    patient = {"CONSUMER_MAX_ACK_PENDING": 1, "CONSUMER_ACK_WAIT_SECONDS": 600, "HANDLER_TIMEOUT_SECONDS": 300}
+    with create_server(("127.0.0.1", 0)) as slow:  # a handler that never answers
+        url = f"http://127.0.0.1:{slow.getsockname()[1]}/"
+        with consuming(consumer, "busy", url, **patient):
+            consumer.send("much-to-do")
+            wait_until(lambda: consumer.user.run("consumer", "show", "busy").code == 0)
+            wait_until(lambda: shown(consumer, "busy")["in_hand"] == 1 and not shown(consumer, "busy")["asks"])
+            refused = consumer.user.run("consumer", "delete", "busy", "--reason", "it is retired", "--yes")
+            assert (refused.code, "a program runs it now" in refused.sentence()) == (4, True)
+    undeclare(consumer, "busy")
 
 
 def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -> None:
