@@ -139,7 +139,9 @@ def refuse_mesh(asked: Change[Any]) -> None:
 
 def missing(noun: str, name: str) -> NotFound:
     """Return the error for a missing thing of the broker, such as a topic."""
-    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: `postroom {noun} list` shows them")
+    revoked = ", or it was revoked, which is permanent" if noun in {"member", "operator"} else ""
+    detail = f"there is no {noun} {name[:64]!r}{revoked}: `postroom {noun} list` shows them"
+    return NotFound.of(f"{noun}_not_found", detail)
 
 
 async def keep_log(

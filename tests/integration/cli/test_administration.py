@@ -259,6 +259,20 @@ async def test_a_creation_whose_token_was_lost_is_gone_on_with(
     assert (again.code, advice in again.sentence()) == (4, True)
 
 
+@pytest.mark.parametrize(
+    ("noun", "options"), [("member", ["--mesh", "demo"]), ("operator", ["--role", "look"])], ids=["member", "operator"]
+)
+async def test_a_name_that_was_revoked_is_said_to_be_one(noun: str, options: list[str], mailroom: Mailroom) -> None:
+    """A revocation whose answer was lost, and that is typed again."""
+    user, name = Administrator(mailroom), f"ended-{noun}"
+    await user.run(noun, "create", name, *options)
+    where = options if noun == "member" else []
+    assert (await user.run(noun, "revoke", name, "--yes", *where)).code == 0
+    for verb in "revoke", "rotate-token":
+        again = await user.run(noun, verb, name, "--yes", *where)
+        assert (again.code, "or it was revoked, which is permanent" in again.sentence()) == (3, True)
+
+
 async def test_a_second_token_that_was_lost_is_not_the_one_that_stays(mailroom: Mailroom) -> None:
     """To retire the old one, which is in use, would leave a token that nobody knows."""
     user = Administrator(mailroom)
