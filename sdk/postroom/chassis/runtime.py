@@ -86,6 +86,7 @@ def stop_on_signals(stop: asyncio.Event, *, patience: float | None = None) -> No
     Where users' code runs on the loop, which it may block, the process ends after some `patience` (seconds) without it.
     A program inherits the signals that its parent has blocked.
     """
+    os.register_at_fork(after_in_child=_leave_to_parent)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -93,6 +94,12 @@ def stop_on_signals(stop: asyncio.Event, *, patience: float | None = None) -> No
             if patience is not None:  # the loop hears of the signal all the same, once it runs
                 signal.signal(number, lambda *_: end_within(patience, Exit.OK))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
+def _leave_to_parent() -> None:
+    """Let SIGTERM end a forked child, which would write each signal to the loop of its parent: that one would stop."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def run_until_stopped(

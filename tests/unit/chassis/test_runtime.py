@@ -117,6 +117,36 @@ def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
     assert said == b"postroom: users' code does not end: the process ends without it (threads: none)\n"
 
 
+FORKING = """
+import asyncio, multiprocessing
+from postroom.chassis.runtime import run, stop_on_signals
+
+def wait(begun) -> None:
+    begun.set()
+    multiprocessing.Event().wait()
+
+async def fork() -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop, patience=60)
+    begun = multiprocessing.Event()
+    child = multiprocessing.get_context("fork").Process(target=wait, args=(begun,))
+    child.start()
+    begun.wait()
+    child.terminate()
+    child.join(10)
+    child.kill()
+    await asyncio.sleep(0.1)  # what the child has written to the loop would be read now
+    print(child.exitcode, stop.is_set())
+
+run(fork())
+"""
+
+
+def test_a_signal_to_a_process_that_users_code_has_forked_ends_that_one_alone() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == (b"-15 False\n", b"")
+
+
 LEFT_BEHIND = """
 import asyncio, sys
 from postroom.chassis import runtime
