@@ -59,7 +59,7 @@ def write_last(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except OSError:
+    except (OSError, ValueError):  # users' code has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

@@ -105,15 +105,21 @@ class LibraryHandler(logging.Handler):
 
 
 class _StandardError:
-    """Standard error, but a line that cannot be written is lost: a full disk under the log must stop nothing else."""
+    """Standard error, whatever users' code redirects, but a line that cannot be written is lost.
+
+    A full disk under the log must stop nothing else, and neither must a handler that closes it.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
 
     def write(self, text: str) -> None:
-        with suppress(OSError):
-            sys.stderr.write(text)
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

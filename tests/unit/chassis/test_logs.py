@@ -86,6 +86,15 @@ def test_a_log_that_cannot_be_written_stops_nobody():
     assert ran.stdout == b"on\n"
 
 
+def test_a_standard_error_that_users_code_replaces_or_closes_is_not_that_of_the_log():
+    script = (
+        "import io, sys; ours = sys.stderr; sys.stderr = theirs = io.StringIO(); log.info('first')\n"
+        "theirs.close(); log.info('second')\n"
+        "ours.close(); log.info('lost'); from postroom.chassis.exits import write_last; write_last('')"
+    )
+    assert [line["event"] for line in logged(script)] == ["first", "second"]
+
+
 def test_what_a_library_logs_is_one_json_line_with_its_exception():
     script = (
         "import logging\ntry:\n    raise ValueError('two\\nlines')\n"
