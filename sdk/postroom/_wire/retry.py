@@ -23,6 +23,7 @@ RETRY_AFTER_LEAST: Final = 1.0  # second
 RETRY_AFTER_MOST: Final = 15 * 60.0  # seconds
 STEADY: Final = 0.8  # of a pause that was set for one thing: the rest is enough to separate what failed together
 _MOST_CHARACTERS: Final = 1000  # of what is kept of an error
+_MOST_LEVELS: Final = 10  # of groups of errors, as in a traceback
 _LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
 
 
@@ -152,11 +153,13 @@ def error_text(error: BaseException) -> str:
     return kept.replace("\0", "\\x00")
 
 
-def _unescaped(error: BaseException) -> str:
+def _unescaped(error: BaseException, levels: int = _MOST_LEVELS) -> str:
+    if levels == 0:
+        return "…"
     try:
         text = str(error)
     except BaseException as broken:  # noqa: BLE001 - it is the handler's own code
         text = f"(its text is not available: {type(broken).__name__})"
     if isinstance(error, BaseExceptionGroup):
-        text += ": " + "; ".join(map(_unescaped, error.exceptions))
+        text += ": " + "; ".join(_unescaped(each, levels - 1) for each in error.exceptions)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

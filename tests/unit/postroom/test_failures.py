@@ -38,3 +38,11 @@ def test_an_error_is_told_with_all_that_can_be_kept_of_it(error: BaseException, 
 
 def test_a_long_error_is_cut() -> None:
     assert len(error_text(ValueError("x" * 1_000_000))) == 1000
+
+
+def test_of_groups_in_groups_as_many_are_told_as_in_a_traceback() -> None:
+    error: Exception = ValueError("of a tree whose every branch is a task group")
+    for _ in range(2000):
+        error = ExceptionGroup("1", [error])
+    told = "ExceptionGroup: 1 (1 sub-exception): "
+    assert error_text(error) == told * 10 + "…"
