@@ -256,7 +256,7 @@ class StepTransaction:
             if self._connection is None:
                 connection = await self._stack.enter_async_context(self._pool.acquire())
                 self._stack.push_async_callback(_reset, connection)
-                await self._stack.enter_async_context(connection.transaction())
+                await self._stack.enter_async_context(_transaction(connection))
                 self._connection = connection
         return self._connection
 
@@ -278,6 +278,19 @@ class StepTransaction:
         self._ended = True
         async with self._one_at_a_time:
             pass
+
+
+@asynccontextmanager
+async def _transaction(connection: Connection) -> AsyncIterator[None]:
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        yield
+    except BaseException:
+        with suppress(*POSTGRES_ERRORS):  # of a connection that is lost, which would hide why it is
+            await transaction.rollback()
+        raise
+    await transaction.commit()
 
 
 async def _reset(connection: Connection) -> None:

@@ -65,6 +65,13 @@ async def rolls_back(ctx: Context) -> None:
     await (await ctx.connection()).execute("ROLLBACK")
 
 
+async def loses_its_connection(ctx: Context) -> None:
+    connection = await ctx.connection()
+    with suppress(asyncpg.PostgresError):
+        await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    raise ValueError("no day")
+
+
 async def goes_on_after_an_error(ctx: Context) -> None:
     with suppress(asyncpg.UndefinedTableError):
         await (await ctx.connection()).execute("INSERT INTO nowhere VALUES (1)")
@@ -97,6 +104,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "cancels_itself": (cancels_itself, "HandlerEnded: the handler ended with CancelledError"),
     "cancels_its_task": (cancels_its_task, "HandlerEnded: the handler ended with CancelledError"),
     "raises_no_exception": (raises_no_exception, "HandlerEnded: the handler ended with BaseException: odd"),
+    "loses_its_connection": (loses_its_connection, "ValueError: no day"),
     "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
     "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
     "goes_on_after_an_error": (goes_on_after_an_error, "InvalidFlow: a statement on `ctx.connection()` failed"),
