@@ -50,7 +50,9 @@ _REUSED: Final = "idempotency_key_reused"
 _REMEDIES: Final = {  # of a client's call, and of a write
     META_RULE: "cast it to a string",
     "send bytes as body_base64": "cast the column to binary",
-    "use a new id": "rows of another write need a `namespace` of their own",
+    "use a new id": (
+        "if it was another row of this write, name more columns in `id`; if one of another write, set a `namespace`"
+    ),
     "use the field `mentions`": "rename it",
 }
 _SHOWN: Final = 20  # rows in an error, which always has the whole count

@@ -221,4 +221,6 @@ def test_a_conflict_names_the_namespace_as_the_remedy() -> None:
         sends = (SendRequest(to="topic:orders", body=body, client_message_id="k") for body in "ab")
         *_, result = post.send_many(sends)
     assert result.problem is not None
-    assert in_words_of_a_write(result.problem).endswith("rows of another write need a `namespace` of their own")
+    assert in_words_of_a_write(result.problem).endswith(
+        "if it was another row of this write, name more columns in `id`; if one of another write, set a `namespace`"
+    )
