@@ -30,9 +30,18 @@ from support.histories import History, run
 from embedded import EmbeddedPostgres
 from postroom import Conflict, Gone
 from postroom._wire.administration import HistoryMessage
-from postroom.errors import InvalidMessage, PostroomError, Unavailable
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError, Unavailable
 from postroom.spark.database import connect
-from postroom.spark.history import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy
+from postroom.spark.history import (
+    _SETTINGS,
+    ABSENT_SECONDS,
+    QUERIES,
+    SCHEMA,
+    HistoryReader,
+    PushingHistoryReader,
+    copy,
+    fetch,
+)
 from postroom.spark.history_options import Conditions, read_options
 from postroom.spark.history_stream import HistoryStreamReader
 
@@ -123,6 +132,10 @@ def test_a_read_that_the_database_ends_or_refuses_says_why(history: History) -> 
         next(ended)
     with pytest.raises(PostroomError, match="the database refused: division by zero"):
         next(copy(history.url, "SELECT (1 / 0)::text AS line", [], LINES))
+    address, _, options = history.url.partition("?")
+    for wrong in (address + "_of_another", address.replace("://postroom@", "://nobody@")):  # it is not waited for
+        with pytest.raises(NotPermitted, match=r"the database refused the login: .*(does not exist|failed)"):
+            fetch(f"{wrong}?{options}", "SELECT 1", seconds=ABSENT_SECONDS)
     history.execute("DROP SCHEMA mesh CASCADE")
     with pytest.raises(PostroomError, match=r"not the broker's database, or .*: name the broker's in database_url"):
         HistoryReader(read_options({"database_url": history.url}, streaming=False), SCHEMA).partitions()

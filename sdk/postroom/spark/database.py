@@ -34,7 +34,11 @@ def chosen_url(option: str | None, purpose: str) -> str:
 
 
 async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncpg.Connection[asyncpg.Record]:
-    """Open a connection; raises `Unavailable`, and `PostroomError` where asyncpg is missing or `url` is not valid."""
+    """Open a connection; raises `Unavailable`, and what no waiting helps against.
+
+    That is `NotPermitted` for a login that is refused, `InvalidMessage` for a wrong `url`, and `PostroomError` where
+    asyncpg is missing.
+    """
     try:
         import asyncpg  # noqa: PLC0415 - of the extra `postgres`
     except ImportError as error:
@@ -45,6 +49,9 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
     except (*UNUSABLE, asyncpg.ClientConfigurationError) as error:
         raise InvalidMessage.of("invalid_option", why_refused(error), field="database_url") from error
+    except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as error:
+        detail = f"the database refused the login: correct database_url, or create the role or the database: {error}"
+        raise NotPermitted.of("not_permitted", detail) from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         raise Unavailable.of("database_unavailable", f"cannot open the database: {error}", retryable=True) from error
 
