@@ -14,7 +14,7 @@ import msgspec
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.runner import History, Outcome, draft, local_directory, submitted, sweep
+from pipeline.runner import History, Outcome, local_directory, replacement, submitted, sweep
 from pipeline.tables import columns, read_ranges, snapshot, source_options
 from postroom.spark.history_options import read_options
 
@@ -56,7 +56,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     latencies = measure(spark, options)
     picture = directory / "latency.png"
     sweep(directory)
-    with draft(directory) as fresh:  # the one before stays until this one is complete
+    with replacement(directory / "latency.parquet") as fresh:
         import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
         from pyarrow import parquet  # noqa: PLC0415
 
@@ -66,10 +66,8 @@ def run(spark: SparkSession, options: Options) -> Outcome:
             + [(name, pa.float64()) for name in ("p50", "p90", "p99")]
         )
         parquet.write_table(pa.Table.from_pylist([line._asdict() for line in latencies], schema=schema), fresh)
-        fresh.replace(directory / "latency.parquet")
-    with draft(directory) as fresh:
+    with replacement(picture) as fresh:
         draw(latencies, fresh)
-        fresh.replace(picture)
     slowest = {
         f"{line.to} {line.stage} on {line.day}": f"p50 {line.p50:.1f} ms, p99 {line.p99:.1f} ms"
         for line in sorted(latencies, key=lambda line: -line.p99)[:3]

@@ -179,6 +179,14 @@ def draft(directory: Path) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+@contextmanager
+def replacement(file: Path) -> Iterator[Path]:
+    """Lend a draft that takes the place of `file` at the end: until then, and where it fails, the one before stays."""
+    with draft(file.parent) as fresh:
+        yield fresh
+        fresh.replace(file)
+
+
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:
     known = ", ".join(options.__struct_fields__)
     raise Fatal(Exit.USAGE, f"{name}: {why}; its options are {known} (`postroom pipeline list` describes them)")

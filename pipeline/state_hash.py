@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from pyspark.sql import SparkSession
 
-from pipeline.runner import Outcome, Struct, submitted
+from pipeline.runner import Outcome, Struct, local_directory, replacement, submitted, sweep
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.replay import verify
 
@@ -33,14 +33,21 @@ class Options(Struct, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Verify each store; the outcome has failed where one was altered, or cannot be read."""
+    directory = None if options.output is None else local_directory(options.output)
     stores = sorted(glob(options.stores, recursive=True))  # noqa: PTH207 - the pattern may be absolute
     if not stores:
         raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}: pass where they are with stores=PATTERN")
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)  # before the verifying, which may take long
+        sweep(directory)
     frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
-    found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _COLUMNS).localCheckpoint()
-    if options.output is not None:
-        found.orderBy("store").coalesce(1).write.mode("overwrite").parquet(f"{options.output}/state-hash.parquet")
-    rows = found.orderBy("store").collect()
+    found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _COLUMNS).orderBy("store").toArrow()
+    if directory is not None:
+        from pyarrow import parquet  # noqa: PLC0415 - of the extra `pipeline`
+
+        with replacement(directory / "state-hash.parquet") as fresh:
+            parquet.write_table(found, fresh)
+    rows = found.to_pylist()
     facts = {row["store"]: row["why"] or f"{row['agent']} {row['state_hash']} at {row['position']}" for row in rows}
     return Outcome(facts, failed=any(row["why"] for row in rows))
 

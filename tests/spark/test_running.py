@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pyspark.sql import SparkSession
 from support.agents import opened
 from support.histories import History
@@ -139,8 +142,21 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
     assert altered.failed
     assert altered.facts[str(tmp_path / "sound/events.db")] == f"counting {state_hash} at 9"
     assert "position 4" in altered.facts[str(file)]
-    assert {entry.name for entry in (tmp_path / "found").iterdir()} == {"notes", "state-hash.parquet"}
+    written = tmp_path / "found/state-hash.parquet"
+    before = written.read_bytes()
+    assert [line["why"] is None for line in parquet.read_table(written).to_pylist()] == [False, True]
     file.write_bytes(b"no longer a store")
+
+    def full(_table: pa.Table, fresh: Path) -> None:
+        fresh.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(fresh))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "write_table", full)
+        with pytest.raises(Fatal, match="No space left on device"):
+            await asyncio.to_thread(run_by_name, "state-hash", words)
+    assert {entry.name for entry in (tmp_path / "found").iterdir()} == {"notes", "state-hash.parquet"}
+    assert written.read_bytes() == before
     unreadable = await asyncio.to_thread(run_by_name, "state-hash", words)
     assert unreadable.failed
     assert unreadable.facts == sound.facts | {str(file): f"cannot read {file}: file is not a database"}
@@ -260,7 +276,7 @@ def test_a_backfill_puts_the_rows_that_are_refused_into_a_directory(
 @pytest.mark.usefixtures("spark")
 def test_what_a_pipeline_cannot_reach_through_spark_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "events.db").touch()
-    with pytest.raises(Fatal, match=r"^Parent path is not a directory: file:.*events\.db") as unwritable:
+    with pytest.raises(Fatal, match=r"^.*events\.db: (File exists|Not a directory)") as unwritable:
         run_by_name("state-hash", options(stores=tmp_path / "events.db", output=tmp_path / "events.db"))
     with pytest.raises(Fatal, match=r"^Class org.*\.S3AFileSystem not found$") as unknown:
         run_by_name("backfill", options(input="s3a://bucket/orders.csv", id="order_id", to="topic:orders"))
