@@ -95,10 +95,17 @@ class Postroomd:
             limits=config.limits,
             policy=self._services.policy,
             counters=counters,
+            memory=self._services.budget,
             tcp_guard=guard,
         )
         # the metrics, where the config has a port for them
-        self.page = Server(metrics_routes(self._services), limits=config.limits, policy=Policy(), counters=Counters())
+        self.page = Server(
+            metrics_routes(self._services),
+            limits=config.limits,
+            policy=Policy(),
+            counters=Counters(),
+            memory=self._services.budget,
+        )
         self._reporter = Reporter("postroom-server", address)
 
     @classmethod

@@ -2,8 +2,8 @@
 
 The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` resumes where a reader
 was, without loss or repetition, across a restart of either; a stream begins with its starting position. Each reader
-takes its pages from the file at its own pace: one that does not read delays no other, and is dropped after
-`limits.stall_seconds`, or once what its uid has not read would exceed `limits.buffered_bytes`.
+takes its pages from the file at its own pace: one that does not read delays no other, and is dropped like every caller
+that does not (ipc/connection.py).
 """
 
 import asyncio
@@ -48,15 +48,11 @@ class InboxRoutes:
         wanted = MessageFilter(query.sender, check_destination(query.destination))
         async with self._turn(request):
             page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
-        size = _size(page.messages)
-        with self._services.budget.holding(size, request.caller.uid):  # until it has been read
-            await request.take_turn(size)
-            answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
-            if page.next_after is not None:
-                answer["next_cursor"] = str(page.next_after)
-            response = json_answer(answer)
-            await response.prepare(request)
-        return response
+            await request.take_turn(_size(page.messages))
+        answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
+        if page.next_after is not None:
+            answer["next_cursor"] = str(page.next_after)
+        return json_answer(answer)
 
     async def events(self, request: Request) -> web.StreamResponse:
         """Stream messages as they are filed, until the reader disconnects or the daemon stops."""
@@ -80,27 +76,11 @@ class InboxRoutes:
                     except (NotPermitted, TryAgain) as error:  # an answer cannot begin a second time
                         raise ConnectionResetError("its token is not valid, or the inbox was closed") from error
                 if messages:
-                    await self._write(request, response, messages)
+                    await request.take_turn(_size(messages))
+                    await response.write(b"".join(map(_event, messages)))
                 elif not await self._arrives(arrival, end):
                     await response.write(b": still here\nid: %d\n\n" % after)
         return response
-
-    async def _write(self, request: Request, response: web.StreamResponse, messages: Sequence[StoredMessage]) -> None:
-        """Write the events, which count towards the caller's share of memory until they have been read."""
-        size = _size(messages)
-        try:
-            self._services.budget.take(size, request.caller.uid)
-        except TryAgain as error:
-            raise ConnectionResetError(
-                "too much is waiting to be read by this caller: read it, then try again"
-            ) from error
-        try:
-            await request.take_turn(size)
-            await response.write(
-                b"".join(b"id: %d\nevent: message\ndata: %s\n\n" % (each.position, each.encoded()) for each in messages)
-            )
-        finally:
-            self._services.budget.give_back(size, request.caller.uid)
 
     async def _arrives(self, arrival: asyncio.Event, end: asyncio.Future[None]) -> bool:
         """Wait for the next message, or the end of the connection; False where a heartbeat is due first."""
@@ -125,6 +105,10 @@ class InboxRoutes:
             finally:
                 self._counters.event_readers -= 1
                 self._counters.in_flight += 1
+
+
+def _event(stored: StoredMessage) -> bytes:
+    return b"id: %d\nevent: message\ndata: %s\n\n" % (stored.position, stored.encoded())
 
 
 def _size(messages: Sequence[StoredMessage]) -> int:

@@ -57,6 +57,7 @@ class Server(TimedServer):
         limits: Limits,
         policy: Policy,
         counters: Counters,
+        memory: Budget,
         tcp_guard: TcpGuard | None = None,
     ) -> None:
         super().__init__(
@@ -74,6 +75,7 @@ class Server(TimedServer):
         self._open = OpenConnections(limits.connection_cap())
         self.requests = Budget(limits.requests_in_flight, "too many requests are being answered: try again")
         self.turns = Turns()
+        self._memory = memory
         self._policy = policy
         self._counters = counters
         self._tcp_guard = tcp_guard
@@ -150,6 +152,7 @@ class Server(TimedServer):
         super().connection_made(handler, transport)
         newcomer = cast(Connection, handler)
         newcomer.requests, newcomer.turns = self.requests, self.turns
+        newcomer.memory, newcomer.count_drop = self._memory, self._count_drop
         newcomer.is_allowed = self._policy.may_call(newcomer.caller)
         surplus = self._open.enter(newcomer)
         self._counters.connections = self._open.count

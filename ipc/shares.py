@@ -53,7 +53,9 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     request_bytes: Annotated[
         Bytes, Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
     ] = MAX_REQUEST_BYTES
-    buffered_bytes: Annotated[Bytes, Meta(description="Bytes of requests held in memory at once (429).")] = 64 * MIB
+    buffered_bytes: Annotated[
+        Bytes, Meta(description="Bytes held in memory at once: of requests (429), of unread answers (disconnected).")
+    ] = 64 * MIB
     requests_in_flight: Annotated[Count, Meta(description="Requests being answered at once (429).")] = 1024
     waits: Annotated[
         Count, Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")

@@ -182,6 +182,7 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
                 limits=services.limits,
                 policy=services.policy,
                 counters=counters,
+                memory=services.budget,
                 tcp_guard=guard,
             )
             path = short_directory / f"{name}.sock"

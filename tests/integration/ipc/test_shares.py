@@ -15,6 +15,7 @@ from support.waiting import until
 
 import ipc.sends
 from inbox import Inbox, InboxSettings
+from ipc.peers import Policy
 from ipc.shares import REQUEST, TURN, Budget, Limits
 from postroom.errors import TryAgain
 
@@ -200,13 +201,18 @@ async def test_a_send_goes_past_everything_that_another_uid_has_in_hand(room: An
         assert room.server.requests.held >= 4
 
 
-async def test_unread_pages_of_the_inbox_draw_on_their_readers_memory(open_room: Any, inbox: Inbox) -> None:
-    room = await open_room(inbox=Opened(inbox), limits=Limits(buffered_bytes=2**20, request_bytes=2**20))
+@pytest.mark.parametrize("path", ["/v1/inbox", "/v1/events?since=2020-01-01T00:00:00Z", "/v1/outbox?limit=1000"])
+async def test_unread_answers_draw_on_their_readers_memory(open_room: Any, inbox: Inbox, path: str) -> None:
+    limits, policy = Limits(buffered_bytes=2**20, request_bytes=2**20), Policy(operators=[MALLORY])
+    room = await open_room(inbox=Opened(inbox), limits=limits, policy=policy)
     await inbox.file([message(n, body="x" * 100_000) for n in range(1, 9)])
-    async with held(room, MALLORY, 3, b"GET /v1/inbox HTTP/1.1\r\nHost: x\r\n\r\n") as readers:
-        await until(lambda: room.services.budget.left < 2**18)
-        heads = [await reader.readline() for reader in readers]
-        assert sorted(head.split()[1] for head in heads) == [b"200", b"429", b"429"]
+    batch = b'{"to":"topic:orders"}\n' * 2_000
+    assert (await room.request("POST", "/v1/send/batch", batch, headers={"Content-Type": NDJSON})).status == 200
+    ask = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    dropped = room.services.counters.dropped
+    async with held(room, MALLORY, 20, 4 * ask):
+        await until(lambda: dropped["too_much_unread"] > 0)
+        assert 0 < 2**20 - room.services.budget.left <= 2**20
         assert (await room.request("GET", "/v1/inbox?limit=1", uid=ALICE)).status == 200
     await until(lambda: room.services.budget.left == 2**20)
 
