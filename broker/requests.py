@@ -12,8 +12,9 @@ from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values
+from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault, shape_fault
-from postroom.chassis.routes import JSON, is_media
+from postroom.chassis.routes import is_media
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)

@@ -35,6 +35,7 @@ from ipc.peers import peer_of
 from ipc.shares import Budget, Limits, Turns
 from outbox import Caller
 from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too_many_values
+from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.chassis.routes import is_media, problem_headers
@@ -42,7 +43,6 @@ from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 SEND: Final = "/v1/send"
-JSON: Final = "application/json"
 _MAX_HEAD: Final = 4096  # bytes
 _HEAD: Final = re.compile(
     rb"(?:GET|POST|DELETE) [\x21-\x7e]+ HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)*\r\n"

@@ -19,9 +19,9 @@ from postroom._wire.message import PreparedSend, SendRequest, check_client_messa
 from postroom._wire.nouns import LogPage, LogQuery
 from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
-from postroom._wire.transport import SQLITE
+from postroom._wire.transport import NDJSON, SQLITE
 from postroom._wire.words import when
-from postroom.chassis.routes import NDJSON, Handler, decode_query
+from postroom.chassis.routes import Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines

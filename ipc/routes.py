@@ -38,8 +38,8 @@ from postroom._wire.sends import (
     Version,
 )
 from postroom._wire.trace import Story, TraceQuery
-from postroom._wire.transport import EVENT_STREAM, SQLITE
-from postroom.chassis.routes import NDJSON, Access, Route, openapi
+from postroom._wire.transport import EVENT_STREAM, NDJSON, SQLITE
+from postroom.chassis.routes import Access, Route, openapi
 
 CALLER = "caller"
 OPERATOR = "operator"

@@ -17,7 +17,6 @@ from aiohttp.web_protocol import RequestPayloadError
 from multidict import MultiMapping, istr
 
 from ipc.connection import (
-    JSON,
     Answer,
     BodyReader,
     PlainSend,
@@ -36,7 +35,8 @@ from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import PreparedSend, SendRequest, decode_request, prepare
 from postroom._wire.operations import SendsQuery, WaitQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, SendList
-from postroom.chassis.routes import NDJSON, decode_query
+from postroom._wire.transport import JSON, NDJSON
+from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 _SMALL_BODY_BYTES: Final = 2048  # of a body that counts no more than any request

@@ -18,6 +18,7 @@ import msgspec
 
 from postroom._wire.message import MAX_META_VALUES, SendRequest, refuse, refuse_duplicate_keys, refuse_too_many_values
 from postroom._wire.moment import Moment
+from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault
 from postroom.errors import InvalidMessage
 
@@ -28,7 +29,6 @@ VERSION: Final = "1.0"
 MOST_IN_HEADERS: Final = 50  # attributes of an event in binary mode that we send, below what a server takes
 MOST_IN_A_HEADER: Final = 4096  # bytes of one of them
 
-_JSON: Final = "application/json"
 _UTF8: Final = ("charset=utf-8", 'charset="utf-8"')
 _HEADER: Final = "ce-"
 _CONTENT_TYPE: Final = "datacontenttype"  # in binary mode the header Content-Type
@@ -62,12 +62,12 @@ class CloudEvent(NamedTuple):
     @classmethod
     def of(cls, attributes: dict[str, Any], data: bytes | None) -> Self:
         """Check the attributes; data is JSON where they do not say. Raises `InvalidMessage`."""
-        return cls(_checked(attributes if data is None else {_CONTENT_TYPE: _JSON, **attributes}), data)
+        return cls(_checked(attributes if data is None else {_CONTENT_TYPE: JSON, **attributes}), data)
 
     @property
     def media(self) -> str:
         """The media type of its data."""
-        return str(self.attributes.get(_CONTENT_TYPE, _JSON))
+        return str(self.attributes.get(_CONTENT_TYPE, JSON))
 
     def structured(self) -> bytes:
         """Return it as one JSON object."""
@@ -149,7 +149,7 @@ def _read_structured(body: bytes) -> CloudEvent:
             data = base64.b64decode(rest.data_base64, validate=True)
         except (binascii.Error, ValueError) as error:
             refuse("invalid_base64", f"data_base64 is not base64 (RFC 4648 §4): {error}", "data_base64")
-    elif data is not None and not is_json(str(attributes.get(_CONTENT_TYPE, _JSON))):
+    elif data is not None and not is_json(str(attributes.get(_CONTENT_TYPE, JSON))):
         text = msgspec.json.decode(data)
         data = text.encode() if isinstance(text, str) else data
     return CloudEvent.of(attributes, data)

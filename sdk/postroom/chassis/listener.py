@@ -41,13 +41,13 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
+from postroom._wire.transport import MAX_SOCKET_PATH
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import give_up, private_directory, why_refused
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
 from postroom.chassis.runtime import in_step
 from postroom.errors import PostroomError, Problem
 
-MAX_PATH_BYTES: Final = 107  # sockaddr_un.sun_path holds 108 with its closing NUL
 BACKLOG: Final = 1024  # connections that wait to be accepted
 _LONGEST_WAIT: Final = 2.0  # seconds for others that start in the same directory
 _LOOK_AGAIN: Final = 0.005  # seconds
@@ -128,8 +128,8 @@ def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
 def refuse_path(path: Path) -> None:
     """Raise `Fatal` where `path` is too long, is not a socket, or is one that a running process answers on."""
     length = len(os.fsencode(path))
-    if length > MAX_PATH_BYTES:
-        detail = f"the socket path {path} has {length} bytes, the system allows {MAX_PATH_BYTES}: choose a shorter one"
+    if length > MAX_SOCKET_PATH:
+        detail = f"the socket path {path} has {length} bytes, the system allows {MAX_SOCKET_PATH}: choose a shorter one"
         raise Fatal(Exit.CONFIG, detail)
     try:
         mode = path.lstat().st_mode

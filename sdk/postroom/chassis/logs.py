@@ -22,16 +22,16 @@ import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from postroom.chassis.config import MASK
 from postroom.chassis.exits import replace_closed_streams
 
 _FORBIDDEN: Final = frozenset({"authorization", "body", "body_base64", "payload", "secret", "token"})
-_MASK: Final = "********"
 _SECRETS: Final = (
-    (re.compile(r"(?i)(authorization['\"]?\s*[:=,]\s*)[^\r\n]+"), rf"\1{_MASK}"),
-    (re.compile(r"(?i)\b((?:bearer|basic)\s+)[^\s'\",;]+"), rf"\1{_MASK}"),
-    (re.compile(r"(?i)((?:token|api_key|password|passwd|secret)['\"]?\s*[:=]\s*)[^\s&,;)]+"), rf"\1{_MASK}"),
+    (re.compile(r"(?i)(authorization['\"]?\s*[:=,]\s*)[^\r\n]+"), rf"\1{MASK}"),
+    (re.compile(r"(?i)\b((?:bearer|basic)\s+)[^\s'\",;]+"), rf"\1{MASK}"),
+    (re.compile(r"(?i)((?:token|api_key|password|passwd|secret)['\"]?\s*[:=]\s*)[^\s&,;)]+"), rf"\1{MASK}"),
     # a scheme has an end here: looked for at each of a hundred thousand words, an endless one takes minutes
-    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]*:)[^\s/@]+@"), rf"\1{_MASK}@"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://[^\s:/@]*:)[^\s/@]+@"), rf"\1{MASK}@"),
 )
 _LINES: Final = 20  # of one library
 _PERIOD: Final = 10.0  # seconds

@@ -27,6 +27,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from postroom._wire.transport import JSON
 from postroom._wire.words import shape_fault
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
@@ -39,8 +40,6 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 INTERNAL_ERROR: Final = PostroomError.of("internal_error", "internal error: see the log", retryable=True).problem
 BROKEN_BODY: Final = PostroomError.of("bad_request", "the body does not match its headers").problem
 
-JSON: Final = "application/json"
-NDJSON: Final = "application/x-ndjson"
 
 _LATER: Final = (408, 429, 500, 502, 503, 504, 507)  # statuses that may say when to try again
 _FORMS: Final[dict[type, str]] = {  # of a parameter; msgspec takes other texts for these too, such as 1 for true

@@ -17,6 +17,8 @@ from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
+CAUSATION_ID: Final = "X-Causation-Id"
+IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 EPOCH: Final = "Postroom-Epoch"  # how often a message was published again, where it was: its id then ends with that
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _PLAIN_WORDS: Final = 9  # of an ack subject without a domain

@@ -29,7 +29,7 @@ import msgspec
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection, Pool, close_pool, connected, migrate, open_pool
 from postroom.claims import Dead, Later, Outcome
-from postroom.delivery.message import MESSAGE_ID, Delivery
+from postroom.delivery.message import CAUSATION_ID, MESSAGE_ID, Delivery
 from postroom.delivery.nats import USUAL_PAYLOAD
 from postroom.delivery.publication import Outgoing, Place
 from postroom.delivery.publication.postgres import EVENTS, PostgresSource
@@ -40,7 +40,7 @@ from postroom.ledger import ROOMS, primitives
 from postroom.ledger.engine import Engine
 from postroom.ledger.legs import encode
 from postroom.ledger.primitives import Start, start_job
-from postroom.worker.jobs import CAUSATION_ID, JobHandler
+from postroom.worker.jobs import JobHandler
 
 Effects = str | Callable[[Connection], Awaitable[Any]]
 

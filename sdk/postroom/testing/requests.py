@@ -17,8 +17,8 @@ from postroom._wire.accept import AcceptedEvent
 from postroom._wire.arguments import to_json
 from postroom._wire.message import parse_destination, refuse
 from postroom.chassis.postgres import uuid_of
-from postroom.delivery.http.requests import IDEMPOTENCY_KEY, Malformed, posted, read, signed
-from postroom.delivery.message import MESSAGE_ID, Delivery
+from postroom.delivery.http.requests import Malformed, posted, read, signed
+from postroom.delivery.message import IDEMPOTENCY_KEY, MESSAGE_ID, Delivery
 from postroom.delivery.settings import HandlerFormat
 from postroom.delivery.subjects import event_subject, sent_subject
 from postroom.testing.fake import Sent

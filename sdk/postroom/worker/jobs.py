@@ -26,7 +26,7 @@ from postroom.claims import DONE, Dead, Later, Outcome
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import REPLAY_OF, RecordedLetters
-from postroom.delivery.message import Delivery
+from postroom.delivery.message import CAUSATION_ID, Delivery
 from postroom.delivery.nats import CLOCK_SKEW, most_payload
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import EventSubject, event_subject, parse_subject
@@ -44,7 +44,6 @@ _MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless n
 _PAUSES: Final = BackoffSettings().schedule  # before the next delivery, unless the flow or the ledger sets one
 _IN_HAND: Final = 500  # messages of one flow in one mesh
 
-CAUSATION_ID: Final = "X-Causation-Id"
 SPAWNED: Final = "activity_spawned"
 CYCLED: Final = "activity_cycled"
 RETRIED: Final = "activity_retried"

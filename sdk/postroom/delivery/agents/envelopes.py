@@ -16,7 +16,7 @@ from postroom._wire.message import read_traceparent
 from postroom._wire.words import json_fault
 from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters import REPLAY_OF
-from postroom.delivery.message import Delivery
+from postroom.delivery.message import CAUSATION_ID, IDEMPOTENCY_KEY, Delivery
 from postroom.delivery.publication import identifying
 from postroom.delivery.subjects import CommandSubject, EventSubject, known_subject
 from postroom.errors import InvalidMessage
@@ -30,9 +30,7 @@ SOURCE: Final = "Postroom-Source"
 ENTITY_ID: Final = "Postroom-Entity-Id"
 EXPECTED_VERSION: Final = "Postroom-Expected-Version"
 EVENT_TYPE: Final = "Postroom-Event-Type"
-IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 CORRELATION_ID: Final = "X-Correlation-Id"
-CAUSATION_ID: Final = "X-Causation-Id"
 EVENT_VERSION: Final = "X-Event-Version"
 OCCURRED_AT: Final = "X-Occurred-At"
 TRACEPARENT: Final = "traceparent"

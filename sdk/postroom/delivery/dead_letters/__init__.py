@@ -23,7 +23,7 @@ from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
 from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept
-from postroom.delivery.message import EPOCH, MESSAGE_ID, Delivery, json_object, message_id_of
+from postroom.delivery.message import EPOCH, IDEMPOTENCY_KEY, MESSAGE_ID, Delivery, json_object, message_id_of
 from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, known_subject, stream_name
@@ -34,7 +34,6 @@ REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no
 REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent under
 RECORDED: Final = "Postroom-Recorded"  # on a letter that has a row in a database, where operators settle it
 
-_IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _ID_CHARACTERS: Final = 255
 _PAGE: Final = 200  # letters asked for at once
 _SECONDS: Final = 5.0  # longest wait for a page of them
@@ -107,7 +106,7 @@ def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> 
         died_at=datetime.now(UTC),
         headers=headers,
         tenant=_text(body.get("tenant")) or (None if subject is None else subject.context),
-        idempotency_key=_text(body.get("idempotency_key")) or headers.get(_IDEMPOTENCY_KEY),
+        idempotency_key=_text(body.get("idempotency_key")) or headers.get(IDEMPOTENCY_KEY),
     ).with_data(delivery.data)
 
 

@@ -26,8 +26,8 @@ from postroom.chassis.ownership import read_regular
 from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.addresses import Guard, dial_to
-from postroom.delivery.http.requests import IDEMPOTENCY_KEY, signed
-from postroom.delivery.message import Delivery
+from postroom.delivery.http.requests import signed
+from postroom.delivery.message import IDEMPOTENCY_KEY, Delivery
 from postroom.delivery.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES
 

@@ -14,14 +14,13 @@ from postroom._wire.cloudevents import META, STRUCTURED, VERSION, CloudEvent
 from postroom._wire.message import Envelope
 from postroom._wire.words import json_fault
 from postroom.chassis.logs import clean
-from postroom.delivery.message import Delivery
+from postroom.delivery.message import IDEMPOTENCY_KEY, Delivery
 from postroom.delivery.settings import HandlerFormat
 from postroom.delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
 from postroom.handler import HandlerRequest
 from postroom.signatures import SIGNATURE, sign, standard_headers
 
-IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
 _encode: Final = msgspec.json.Encoder().encode
