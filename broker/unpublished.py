@@ -65,7 +65,7 @@ class Unpublished:
                     ids = await postgres.EFFECTS[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
                     said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
                     await keep_lines(connection, actor, verb, noun.name, ids, **said)
-            failed = postgres.not_done(self._source, asked.filter, ids)
+                failed = await postgres.not_done(connection, self._source, asked.filter, ids)
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=failed, next_cursor=next_cursor))
 
         return handle

@@ -132,6 +132,12 @@ def not_failing(source: str, key: str) -> NotFound:
     return NotFound.of("not_failing", detail)
 
 
+def was_dropped(source: str, key: str, actor: str, at: datetime) -> NotFound:
+    """Say who dropped that event or delivery before."""
+    detail = f"{key!r} was dropped by {actor} on {when(at)}: see `postroom worker {source} log`"
+    return NotFound.of("not_failing", detail)
+
+
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     """Refuse a replay that no consumer would take, or that the server would take for a request to itself."""
     why = f"its consumer {consumer!r} does not consume {subject!r} now; start it with that subject, or drop the letter"

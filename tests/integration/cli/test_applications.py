@@ -184,6 +184,8 @@ async def test_an_operator_sees_and_drops_what_fails_in_an_application(shop: str
     assert (line["where"], line["actor"], line["verb"], line["noun"], line["key"], line["reason"]) == (
         "application", actor, "drop", "event", poison, "a test"
     )  # fmt: skip
+    again = await run("worker", "events", "drop", poison, "--reason", "too late", "--yes", **there)
+    assert (again.code, f"{poison!r} was dropped by {actor} on 20" in again.sentence()) == (3, True)
 
 
 async def test_an_operator_has_what_an_application_emitted_published_again(shop: str) -> None:

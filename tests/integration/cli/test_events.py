@@ -145,6 +145,10 @@ def test_what_does_not_fail_keeps_no_other_event_from_being_dropped(user: Termin
         done = user.run(*named, *options)
         assert (done.code, done.out) == (1, f"{poison} {said}\n")
         assert done.err.count("is not among the failing events: see `postroom worker events list`") == 2
+    again = user.run("worker", "events", "drop", poison, "--reason", "another operator", "--yes")
+    assert again.code == 3
+    assert again.sentence().startswith(f"{poison!r} was dropped by administrator on 20")
+    assert again.sentence().endswith(": see `postroom worker events log`")
     assert user.run("worker", "events", "list", "--json").json == []
 
 

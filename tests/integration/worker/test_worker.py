@@ -24,6 +24,7 @@ import pytest
 from support.jetstream import messages_in
 from support.mailroom import worker
 from support.operated import operated_broker
+from support.terminal import Terminal
 from support.waiting import until_so
 
 from broker.authentication import Member
@@ -367,6 +368,9 @@ async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it
             "too large",
             "a test",
         )
+        late = ("worker", "deliveries", "drop", row["id"], "--reason", "too late", "--yes")
+        again = await asyncio.to_thread(Terminal(**settings).run, *late)
+        assert (again.code, f"{row['id']!r} was dropped by administrator on 20" in again.sentence()) == (3, True)
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
     assert [json.loads(one.data)["broker_message_id"] for one in await messages_in(own_nats, "DEMO_INBOX")] == [behind]

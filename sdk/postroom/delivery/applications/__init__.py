@@ -148,7 +148,7 @@ class Application:
                     for one in ids:
                         await self._keep_log(verb, noun.name, one, noun.verbs[verb].done, reason)
             done += ids
-        return Result(dry_run=dry_run, done=done, failed=not_done(EVENTS, wanted, done))
+        return Result(dry_run=dry_run, done=done, failed=await not_done(self._connection, EVENTS, wanted, done))
 
     async def redrive(self, wanted: PublishedFilter, *, reason: str, dry_run: bool = False) -> Result[Redriven]:
         """Have wanted messages that were published by now published again, in steps."""

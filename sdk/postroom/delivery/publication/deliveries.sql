@@ -84,6 +84,12 @@ SELECT dropped.broker_message_id, dropped.recipient_id, member.name, mesh.inbox_
 FROM dropped JOIN mesh.member ON member.id = dropped.recipient_id
 RETURNING broker_message_id || '.' || recipient_id AS id;
 
+-- name: find_dropped
+-- Who dropped those of the deliveries $1 that were dropped, and when.
+SELECT id, dropped_by, dropped_at
+FROM (SELECT *, broker_message_id || '.' || recipient_id AS id FROM postroom.dropped_deliveries) AS known
+WHERE id = ANY ($1::text[]);
+
 -- name: list_dropped
 -- What was dropped of the mesh $1, or of all, the latest $2, oldest first.
 SELECT * FROM (

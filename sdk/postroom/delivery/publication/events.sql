@@ -63,6 +63,10 @@ SELECT id, aggregate_type, aggregate_id, event_type, event_version, subject, pay
 FROM dropped
 RETURNING id::text AS id;
 
+-- name: find_dropped
+-- Who dropped those of the events $1 that were dropped, and when.
+SELECT id::text, dropped_by, dropped_at FROM postroom.dropped_events WHERE id::text = ANY ($1::text[]);
+
 -- name: list_dropped
 -- What was dropped of the context $1, or of all, the latest $2, oldest first.
 SELECT * FROM (

@@ -39,7 +39,7 @@ from postroom._wire.unpublished import (
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection, Pool, count_changed
 from postroom.delivery.dead_letters import LETTER, RECORDED
-from postroom.delivery.errors import not_failing
+from postroom.delivery.errors import not_failing, was_dropped
 from postroom.delivery.message import history_message
 from postroom.delivery.publication import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
 from postroom.delivery.publication.link import Holes
@@ -296,10 +296,13 @@ EFFECTS: Final = MappingProxyType({"drop": drop_failing})
 """What each verb does to refused rows."""
 
 
-def not_done(table: Table, wanted: RefusedFilter, done: Collection[str]) -> list[Failure]:
-    """Return the failures of the named rows to which nothing was done: they are not refused."""
-    absent = [text for text in wanted.ids or () if text not in done]
-    return [Failure(id=text, problem=not_failing(table.name, text).problem) for text in absent]
+async def not_done(connection: Connection, table: Table, wanted: RefusedFilter, done: Collection[str]) -> list[Failure]:
+    """Return the failures of the named rows to which nothing was done: they are not refused, or were dropped before."""
+    errors = {text: not_failing(table.name, text) for text in wanted.ids or () if text not in done}
+    if errors:
+        for text, *by in await connection.fetch(table.queries["find_dropped"], list(errors)):
+            errors[text] = was_dropped(table.name, text, *by)
+    return [Failure(id=text, problem=error.problem) for text, error in errors.items()]
 
 
 async def list_dropped(connection: Connection, table: Table, context: str | None = None) -> list[Dropped]:

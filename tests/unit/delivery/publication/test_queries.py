@@ -9,7 +9,7 @@ from postroom.delivery import publication
 from postroom.delivery.publication.postgres import DELIVERIES, EVENTS, LETTERS, QUERIES
 
 SOURCE = "".join(file.read_text() for file in Path(publication.__file__).parent.glob("*.py"))
-DROPPED = {"drop", "list_dropped"}  # dead letters have verbs of their own
+DROPPED = {"drop", "find_dropped", "list_dropped"}  # dead letters have verbs of their own
 ONLY_EVENTS = {"prune"}  # deliveries go with their messages
 ONLY_DELIVERIES = {"has_broker", "horizon", "list_meshes"}
 ONLY_LETTERS = {"list_contexts"}
