@@ -40,7 +40,7 @@ MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
 
-_UNKNOWN: Final = "it is not known whether the request took effect"
+_UNKNOWN: Final = "; it is not known whether the request took effect: "
 _SAFE: Final = "repeat it, which is safe"
 
 _decode_problem: Final = msgspec.json.Decoder(Problem).decode
@@ -113,11 +113,10 @@ class Peer(NamedTuple):
                 detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}; use an account that may"
                 return NotPermitted.of("socket_not_permitted", detail)
             case TimeoutError():
-                advice = "it hangs or is overloaded; try again, or see `postroom doctor`"
+                advice = ": it hangs or is overloaded; try again, or see `postroom doctor`"
                 if unsure is not None and cause is None:
-                    advice = f"{_UNKNOWN}: {unsure}"
-                detail = f"{self} did not answer in time: {advice}"
-                return Unavailable.of("no_answer", detail, retryable=True)
+                    advice = f"{_UNKNOWN}{unsure}"
+                return Unavailable.of("no_answer", f"{self} did not answer in time{advice}", retryable=True)
             case Garbled():
                 return self.foreign(str(error))
             case OSError(errno=errno.ENOTSOCK | errno.ENOTDIR | errno.EPROTOTYPE):
@@ -135,8 +134,8 @@ class Peer(NamedTuple):
 
     def lost(self, unsure: str | None = None) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        advice = "try again, a message under its id" if unsure is None else f"{_UNKNOWN}: {unsure}"
-        return Unavailable.of("connection_lost", f"the connection to {self} broke: {advice}", retryable=True)
+        advice = ": try again, a message under its id" if unsure is None else f"{_UNKNOWN}{unsure}"
+        return Unavailable.of("connection_lost", f"the connection to {self} broke{advice}", retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
         """Raise the problem that the peer answered with, or an error for an answer that is not a problem."""
