@@ -7,7 +7,6 @@ alone, in its turn. Where an id may belong to a row that was moved, or not all m
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -18,12 +17,12 @@ from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
 from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.message import PreparedSend
+from postroom._wire.moment import to_milliseconds
 from postroom._wire.sql import load_queries
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 2048  # of a payload: a row of more counts as several, since it takes as long as those
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 AcceptOutcome = list[AcceptedRow | PostroomError]
 
@@ -117,11 +116,6 @@ def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
         accepted = AcceptedRow(True, row_id, "pending", fingerprint, to, dated, uid)
         rows.append(_NewRow(row_id, name, send, accepted, columns, room_of(size)))
     return rows
-
-
-def to_milliseconds(moment: datetime) -> int:
-    """Turn a time with an offset into ms since the epoch, never early."""
-    return -((_EPOCH - moment) // timedelta(milliseconds=1))
 
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:

@@ -10,13 +10,13 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox import errors
-from outbox.accept import to_milliseconds
 from outbox.model import HELD, Accepted, Caller, Unanswered
 from outbox.relay import WalkedPast, report
 from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire import spans
 from postroom._wire.message import PreparedSend, Priority
+from postroom._wire.moment import to_milliseconds
 from postroom._wire.operations import VERBS, Verb
 from postroom._wire.sends import RowStatus
 from postroom._wire.sql import load_queries

@@ -4,7 +4,7 @@ The last hours before the year 10000 are within it only with an offset of zero o
 one of zero or less. Python reads other such times, and fails where they are compared with those of a database.
 """
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final
 
 import msgspec
@@ -13,6 +13,7 @@ Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def check_moments(**moments: datetime | None) -> None:
@@ -31,3 +32,8 @@ def check_finite(**moments: datetime | None) -> None:
     for name, moment in moments.items():
         if moment in {FIRST, _LAST}:
             raise ValueError(f"Time at an end of the calendar in field `{name}`")
+
+
+def to_milliseconds(moment: datetime) -> int:
+    """Turn a time with an offset into ms since the epoch, never early."""
+    return -((_EPOCH - moment) // timedelta(milliseconds=1))

@@ -31,6 +31,7 @@ from postroom._wire.fingerprint import prefix
 from postroom._wire.http import Head
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import MAX_REQUEST_BYTES, Envelope, PreparedSend, Priority, SendRequest, prepare, refuse
+from postroom._wire.moment import to_milliseconds
 from postroom._wire.operations import VERBS, SendsQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, Ready, RowStatus, SendList, SendResult, Version
 from postroom._wire.transport import JSON, NDJSON, Exchanges
@@ -44,7 +45,6 @@ _UID: Final = 1000  # the sender of all of them
 _SEND: Final = re.compile(r"/v1/sends/([^/]+)")
 _encode: Final = msgspec.json.Encoder().encode
 _PAUSE_SECONDS: Final = 0.01  # in which a test may settle what is waited for
-_ANY_TIME: Final = datetime.min.replace(tzinfo=UTC)
 _Pause = Callable[[float], Awaitable[None]]
 
 
@@ -114,7 +114,7 @@ class FakeDaemon:
             self._failure = before
 
     def _settle(self, row: _Row, status: Outcome, reason: str | None) -> None:
-        row.status, row.last_error, row.settled_at = status, reason, datetime.now(UTC)
+        row.status, row.last_error, row.settled_at = status, reason, now_ms()
         if status == "done":
             row.broker_message_id, row.history_id = str(uuid4()), next(self._history_ids)
 
@@ -147,7 +147,7 @@ class FakeDaemon:
         """Settle what is due, and return whether something is not."""
         with self._lock:
             unsettled = [row for row in rows if row.status not in SETTLED]
-            due = [row for row in unsettled if (row.send.not_before or _ANY_TIME) <= datetime.now(UTC)]
+            due = [row for row in unsettled if row.due <= now_ms()]
             for row in due:
                 self._settle(row, "done", None)
             return len(due) < len(unsettled)
@@ -188,12 +188,16 @@ class FakeDaemon:
 
 
 class _Row:
+    """A row of the outbox; its times are in ms since the epoch, as the daemon keeps them."""
+
     def __init__(self, send: PreparedSend) -> None:
         self.send = send
         self.row_id = new_id()
         self.enqueued_at = now_ms()
+        self.not_before = None if send.not_before is None else to_milliseconds(send.not_before)
+        self.due = max(self.enqueued_at, self.not_before or 0)
         self.status: RowStatus = "pending"
-        self.settled_at: datetime | None = None
+        self.settled_at: int | None = None
         self.broker_message_id: str | None = None
         self.history_id: int | None = None
         self.last_error: str | None = None
@@ -213,25 +217,30 @@ class _Row:
         )
 
     def shown(self) -> OutboxRow:
-        enqueued_at = datetime.fromtimestamp(self.enqueued_at / 1000, UTC)
+        at = {
+            "enqueued_at": self.enqueued_at,
+            "next_attempt_at": self.due,
+            "not_before": self.not_before,
+            "delivered_at": self.settled_at if self.status == "done" else None,
+            "aborted_at": self.settled_at if self.status == "aborted" else None,
+        }
+        times: dict[str, Any] = {
+            name: datetime.fromtimestamp(ms / 1000, UTC) for name, ms in at.items() if ms is not None
+        }
         return OutboxRow(
             id=self.row_id,
             client_message_id=self.send.client_message_id,
             status=self.status,
             destination=self.send.destination,
             priority=self.send.priority,
-            enqueued_at=enqueued_at,
             attempts=int(self.status in ("done", "dead")),
-            next_attempt_at=self.send.not_before or enqueued_at,
             request_fingerprint=prefix(self.send.fingerprint),
             payload_bytes=len(self.send.payload),
-            not_before=self.send.not_before,
             last_error=self.last_error,
-            delivered_at=self.settled_at if self.status == "done" else None,
-            aborted_at=self.settled_at if self.status == "aborted" else None,
             broker_message_id=self.broker_message_id,
             history_id=self.history_id,
             submitted_by=f"{_UID}:{_UID}",
+            **times,
         )
 
 

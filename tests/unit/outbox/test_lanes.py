@@ -4,10 +4,10 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.accept import to_milliseconds
 from outbox.model import DUE, HELD, WAITING
 from outbox.transaction import Space, Transaction
 from postroom._wire.ids import new_ids
+from postroom._wire.moment import to_milliseconds
 
 MOMENTS = st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001 - with UTC
 

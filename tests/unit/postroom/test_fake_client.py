@@ -123,6 +123,17 @@ def test_a_send_that_has_ended_ends_no_other_way(ends: Any, then: Any) -> None:
     assert post.get("k") == before
 
 
+def test_the_times_of_a_send_are_in_milliseconds_as_a_daemon_keeps_them() -> None:
+    post = FakeClient()
+    post.send("topic:orders", "hello", client_message_id="k", not_before=datetime(2026, 11, 1, 0, 0, 0, 1500, UTC))
+    post.send("topic:orders", "hello", client_message_id="other")
+    post.daemon.settle("other", "aborted")
+    row, other = post.wait("k", 1), post.get("other")
+    assert row.not_before == datetime(2026, 11, 1, 0, 0, 0, 2000, UTC)  # never early
+    times = row.enqueued_at, row.next_attempt_at, row.delivered_at, other.aborted_at
+    assert [time is not None and time.microsecond % 1000 for time in times] == [0, 0, 0, 0]
+
+
 def test_an_operator_may_abort_a_send_that_is_dead() -> None:
     post = FakeClient()
     post.send("topic:orders", "hello", client_message_id="k")
