@@ -53,10 +53,13 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 
 def read(spark: SparkSession, options: Options) -> DataFrame:
-    """Read the data set; CSV is by RFC 4180, with a header and as text. A row that cannot be read ends the pipeline."""
+    """Read the data set, with the columns of all its files; a row that cannot be read ends the pipeline.
+
+    CSV is by RFC 4180, with a header and as text.
+    """
     ending = options.input.rstrip("/").removesuffix(".gz").rpartition(".")[2].lower()
     kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
-    chosen = _RFC_4180 if kind == "csv" else {}
+    chosen = {"csv": _RFC_4180, "parquet": {"mergeSchema": "true"}}.get(kind, {})  # else the columns of one file alone
     reading = spark.read.format(kind).options(mode="FAILFAST", **chosen)
     rows = reading.load(options.input)
     if kind != "csv" or any(map(_UNNAMED.fullmatch, rows.columns)):

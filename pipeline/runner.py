@@ -51,7 +51,7 @@ _OF_SYSTEM: Final = re.compile(  # an OSError of a Python worker, or what Java's
 )
 _OF_DATA: Final = re.compile(  # Spark's errors about what it should read, and a pipeline's own
     r"\[(?:PATH_NOT_FOUND|FAILED_READ_FILE|MALFORMED_RECORD_IN_PARSING|UNABLE_TO_INFER_SCHEMA|USER_RAISED_EXCEPTION"
-    r"|COLUMN_ALREADY_EXISTS)"
+    r"|COLUMN_ALREADY_EXISTS|PARQUET_TYPE_\w+|UNSUPPORTED_TIME_TYPE|CANNOT_MERGE_SCHEMAS)"
     r"[.\w]*\] (.+?)(?:\s+SQLSTATE.*)?$",
     re.MULTILINE,
 )

@@ -218,9 +218,23 @@ def test_a_backfill_takes_the_index_that_pandas_writes_without_a_name(
     del spark
 
 
+def test_a_backfill_sends_the_columns_of_every_parquet_file(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    """Spark by itself takes those of one file, and drops what others have more."""
+    for number, more in enumerate(({}, {"note": ["salmon"]}, {})):
+        parquet.write_table(pa.table({"order_id": [number], **more}), tmp_path / f"{number}.parquet")
+    words = options(input=tmp_path, id="order_id", to="topic:orders", socket=post.socket, namespace=post.namespace)
+    run_by_name("backfill", words)
+    assert [message.json.get("note") for _, message in sorted(post.accepted().items())] == [None, "salmon", None]
+    del spark
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
+        ("nanoseconds.parquet", r"Illegal Parquet type: INT64 \(TIMESTAMP\(NANOS,false\)\)"),
+        ("other.parquet", "Failed merging schema"),
         ("damaged.json", "Malformed records are detected"),
         ("damaged.csv", "error while reading file .*damaged.csv.*Malformed CSV record: 2,pears,plums"),
         ("twice.csv", "the header of .*twice.csv must have each name once, .*: it is order_id, what, what"),
@@ -241,6 +255,11 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     (tmp_path / "orders.csv").mkdir()
     (tmp_path / "orders.csv" / "a.csv").write_text("order_id,what\n" + "1,apples\n" * 1000)
     (tmp_path / "orders.csv" / "b.csv").write_text("what,order_id\n")
+    times = pa.array([0], pa.timestamp("ns"))
+    parquet.write_table(pa.table({"order_id": [1], "at": times}), tmp_path / "nanoseconds.parquet")
+    (tmp_path / "other.parquet").mkdir()
+    for number, value in enumerate((1, "a")):
+        parquet.write_table(pa.table({"order_id": [value]}), tmp_path / "other.parquet" / f"{number}.parquet")
     for damaged in ("damaged.csv", "damaged.parquet", "noon 12:00.csv"):
         (tmp_path / damaged).write_text("order_id,what\n1,apples\n2,pears,plums\n")
     words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
