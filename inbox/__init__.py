@@ -85,10 +85,14 @@ class Received(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Some messages in order, and the position after which the next page begins: None where these are the last."""
+    """Some messages in order, and the position after which the next page begins: None where these are the last.
+
+    `deleted_to` is the last position that retention has deleted: None where it has deleted none.
+    """
 
     messages: list[StoredMessage]
     next_after: int | None
+    deleted_to: int | None
 
 
 _EVERYTHING: Final = MessageFilter()
@@ -314,14 +318,15 @@ def _prune(before: int, db: sqlite3.Connection) -> int:
 def _page(db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter, most_bytes: int) -> Page:
     query = "page" if wanted.destination is None else "page_of_destination"
     query = query if wanted.sender is None else "page_of_sender"
+    (deleted_to,) = db.execute(_READ["deleted_to"]).fetchone()
     messages: list[StoredMessage] = []
     size = 0
     for row in db.execute(_READ[query], {"after": after, "limit": limit + 1, **wanted._asdict()}):
         if len(messages) == limit or size > most_bytes:
-            return Page(messages, messages[-1].position)
+            return Page(messages, messages[-1].position, deleted_to)
         messages.append(StoredMessage(*row))
         size += len(messages[-1].message)
-    return Page(messages, None)
+    return Page(messages, None, deleted_to)
 
 
 def _before(db: sqlite3.Connection, since: int) -> int:

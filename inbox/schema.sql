@@ -20,13 +20,16 @@ CREATE INDEX inbox_by_age ON inbox (received_at);
 CREATE TRIGGER inbox_frozen BEFORE UPDATE ON inbox
 BEGIN SELECT RAISE(ABORT, 'what was received is frozen'); END;
 
--- Up to which history_id retention has taken messages of a mesh: what is at or below it, and not here, was here before.
+-- Up to which history_id retention has taken messages of a mesh: what is at or below it, and not here, was here before. And up
+-- to which position, which readers are told.
 CREATE TABLE pruned (
     mesh       TEXT    PRIMARY KEY,
-    history_id INTEGER NOT NULL CHECK (history_id > 0)
+    history_id INTEGER NOT NULL CHECK (history_id > 0),
+    position   INTEGER NOT NULL CHECK (position > 0)
 ) WITHOUT ROWID;
 
-CREATE TRIGGER pruned_only_grows BEFORE UPDATE ON pruned WHEN NEW.history_id < OLD.history_id
+CREATE TRIGGER pruned_only_grows BEFORE UPDATE ON pruned
+WHEN NEW.history_id < OLD.history_id OR NEW.position < OLD.position
 BEGIN SELECT RAISE(ABORT, 'what was pruned stays pruned'); END;
 
 -- The file itself. Its id is part of its durable consumer's name: what that has acked lies in this file, and no other.

@@ -52,6 +52,8 @@ class InboxRoutes:
         answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
         if page.next_after is not None:
             answer["next_cursor"] = str(page.next_after)
+        if page.deleted_to is not None:
+            answer["deleted_to"] = page.deleted_to
         return json_answer(answer)
 
     async def events(self, request: Request) -> web.StreamResponse:

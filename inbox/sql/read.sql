@@ -10,6 +10,10 @@ SELECT created, delivered FROM consumers WHERE name = :name;
 -- The last position that was given.
 SELECT seq FROM sqlite_sequence WHERE name = 'inbox';
 
+-- name: deleted_to
+-- The last position that retention has deleted; NULL where it has deleted none.
+SELECT max(position) FROM pruned;
+
 -- name: since
 -- The position before the first message received at a moment or later; NULL where there is none.
 SELECT min(position) - 1 FROM inbox WHERE received_at >= :since;

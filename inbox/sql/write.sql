@@ -50,9 +50,10 @@ SELECT max(position) FROM (
 
 -- name: note_pruned
 -- Remember of each mesh which messages go.
-INSERT INTO pruned (mesh, history_id)
-SELECT mesh, max(history_id) FROM inbox WHERE received_at < :before AND position <= :last GROUP BY mesh
-ON CONFLICT (mesh) DO UPDATE SET history_id = max(history_id, excluded.history_id);
+INSERT INTO pruned (mesh, history_id, position)
+SELECT mesh, max(history_id), max(position) FROM inbox WHERE received_at < :before AND position <= :last GROUP BY mesh
+ON CONFLICT (mesh) DO UPDATE
+SET history_id = max(history_id, excluded.history_id), position = max(position, excluded.position);
 
 -- name: prune
 -- Delete old messages.

@@ -240,11 +240,13 @@ class InboxQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 class InboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A page of received messages, oldest first; `next_cursor` continues it and is absent on the last page.
 
-    A page may have fewer messages than requested and still have a next one: its size in bytes is limited too.
+    A page may have fewer messages than requested and still have a next one: its size in bytes is limited too. A reader
+    that continues from a position lower than `deleted_to` has missed what retention deleted in between.
     """
 
     messages: list[InboxMessage]
     next_cursor: str | None = None
+    deleted_to: int | None = None
 
 
 class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

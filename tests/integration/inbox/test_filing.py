@@ -102,9 +102,12 @@ async def test_a_cursor_that_no_page_gave_is_refused(inbox: Inbox, cursor: str) 
 
 async def test_retention_deletes_what_is_old_and_nothing_else(inbox: Inbox, clock: Clock) -> None:
     await inbox.file([message(number) for number in range(1, 2501)])
+    *_, last = (await inbox.page(None, None, 2500)).messages
     clock.forward(DAY)
     await inbox.file([message(3000)])
+    assert (await inbox.page(None, None, 1)).deleted_to is None
     assert await inbox.prune(clock.now) == 2500
+    assert (await inbox.page(str(last.position - 1), None, 1)).deleted_to == last.position
     assert await bodies(inbox) == ["message 3000"]
     assert await inbox.prune(clock.now) == 0
 

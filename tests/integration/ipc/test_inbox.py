@@ -69,7 +69,10 @@ async def test_pages_are_what_the_documented_types_say(room: Any, inbox: Inbox) 
     rest = await room.request("GET", f"/v1/inbox?limit=3&cursor={first.next_cursor}")
     second = msgspec.json.decode(rest.body, type=InboxPage)
     assert [each.history_id for each in (*first.messages, *second.messages)] == [1, 2, 3, 4, 5]
-    assert second.next_cursor is None
+    assert (second.next_cursor, second.deleted_to) == (None, None)
+    await inbox.prune(2**62)
+    late = await room.request("GET", f"/v1/inbox?cursor={first.next_cursor}")
+    assert msgspec.json.decode(late.body) == {"messages": [], "deleted_to": second.messages[-1].position}
 
 
 @pytest.mark.parametrize(
