@@ -16,7 +16,14 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from postroom._wire.message import MAX_META_VALUES, SendRequest, refuse, refuse_duplicate_keys, refuse_too_many_values
+from postroom._wire.message import (
+    MAX_META_VALUES,
+    SendRequest,
+    To,
+    refuse,
+    refuse_duplicate_keys,
+    refuse_too_many_values,
+)
 from postroom._wire.moment import Moment
 from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault
@@ -33,7 +40,7 @@ _UTF8: Final = ("charset=utf-8", 'charset="utf-8"')
 _HEADER: Final = "ce-"
 _CONTENT_TYPE: Final = "datacontenttype"  # in binary mode the header Content-Type
 _REQUIRED: Final = ("specversion", "id", "source", "type")
-_NAME: Final = re.compile(r"[a-z0-9]{1,20}")
+_NAME: Final = re.compile(r"(?!data$)[a-z0-9]{1,20}")
 _IS_JSON: Final = re.compile(r"[\w.+-]+/(?:[\w.-]+\+)?json", re.IGNORECASE)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNQUOTED: Final = "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # printable ASCII but for space, `"` and `%`
@@ -50,7 +57,7 @@ class _Structured(msgspec.Struct):
 class CloudEventQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The query string of `POST /v1/cloudevents`: where the event goes, as `to` of a send."""
 
-    to: str
+    to: To
 
 
 class CloudEvent(NamedTuple):

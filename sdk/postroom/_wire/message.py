@@ -13,13 +13,13 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn
 
 import msgspec
 
 from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
 from postroom._wire.ids import ID_RULE, is_client_message_id, new_id
-from postroom._wire.names import MAX_NAME, QUEUE, SNAKE, TRACE, WORD, Rule
+from postroom._wire.names import MAX_NAME, MESSAGE_ID, QUEUE, SNAKE, TRACE, WORD, Rule
 from postroom._wire.words import json_fault, shape_fault
 from postroom.errors import InvalidMessage
 from postroom.retry_policy import check_retry_policy
@@ -42,6 +42,11 @@ _BEGINNING: Final = 32  # bytes of its text
 _LEAST_MEMBER: Final = len('"to":"",')
 
 _RULES: Final[dict[str, Rule]] = {"topic": SNAKE, "dm": WORD, "queue": QUEUE}
+_FORMS: Final = "|".join(f"{kind}:{rule.pattern.pattern}" for kind, rule in _RULES.items())
+DESTINATION: Final = Rule(re.compile(f"(?:{_FORMS})"), "topic:<name>, dm:<member> or queue:<name>")
+To = Annotated[str, DESTINATION.shown]
+Id = Annotated[str, MESSAGE_ID.shown]
+Mentions = Annotated[list[Annotated[str, WORD.shown]], msgspec.Meta(extra_json_schema={"maxItems": MAX_MENTIONS})]
 TRACEPARENT: Final = TRACE.pattern
 _NO_TRACE: Final = re.compile(r"ff|..-0{32}|..-.{32}-0{16}")  # of this form: a version that is none, an id that is none
 
@@ -62,14 +67,14 @@ class SendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     `body` is text; `body_base64` is bytes; at most one of them. `not_before` is an RFC 3339 time with an offset.
     """
 
-    to: str
+    to: To
     body: str | None = None
     body_base64: str | None = None
     meta: dict[str, Any] | None = None
     priority: Priority = "next"
-    reply_to: str | None = None
-    mentions: list[str] | None = None
-    client_message_id: str | None = None
+    reply_to: Id | None = None
+    mentions: Mentions | None = None
+    client_message_id: Id | None = None
     not_before: datetime | None = None
 
 
@@ -280,7 +285,7 @@ def parse_destination(text: str, field: str = "to") -> Destination:
     """Split and check `kind:name`, the value of `field`; raises `InvalidMessage` with the rule of that kind."""
     kind, colon, ref = text.partition(":")
     if not colon or kind not in _RULES:
-        refuse("invalid_destination", f"`{field}` must be topic:<name>, dm:<member> or queue:<name>", field)
+        refuse("invalid_destination", f"`{field}` must be {DESTINATION.words}", field)
     if not _RULES[kind].allows(ref):
         refuse("invalid_destination", f"the name in `{field}` must be {_RULES[kind].words}", field)
     return Destination(kind, ref)  # type: ignore[arg-type]

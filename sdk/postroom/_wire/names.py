@@ -7,6 +7,8 @@ tables are a second line of defence.
 import re
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 from postroom._wire.ids import CLIENT_MESSAGE_ID, ID_RULE
 from postroom.errors import InvalidMessage
 
@@ -27,6 +29,11 @@ class Rule(NamedTuple):
     def schema(self) -> str:
         """The pattern for msgspec and JSON Schema, which search; `$` alone would let a newline follow."""
         return rf"^{self.pattern.pattern}$(?!\n)"
+
+    @property
+    def shown(self) -> msgspec.Meta:
+        """The same for the document alone, where a check of its own has a code of its own."""
+        return msgspec.Meta(extra_json_schema={"pattern": self.schema})
 
 
 _SNAKE: Final = "[a-z][a-z0-9_]{0,63}"

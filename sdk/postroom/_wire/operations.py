@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
-from postroom._wire.message import SendRequest
+from postroom._wire.message import Id, SendRequest, To
 from postroom._wire.moment import FIRST, Moment, check_moments
 from postroom._wire.names import REASON
 from postroom._wire.sends import RowStatus
@@ -63,7 +63,7 @@ class _Conditions(Aged, kw_only=True, frozen=True, forbid_unknown_fields=True, o
     """Conditions on rows, by the time of `enqueued_at`; a row has to match every field that is set."""
 
     status: RowStatus | None = None
-    destination: str | None = None
+    destination: To | None = None
     code: str | None = None  # the problem code in `last_error`
     held: bool | None = None
 
@@ -120,7 +120,7 @@ class RequeueRequest(AbortRequest, kw_only=True, omit_defaults=True):
     With `force` it is sent again even if the broker may have accepted it.
     """
 
-    new_client_message_id: str | None = None
+    new_client_message_id: Id | None = None
     message: SendRequest | None = None
 
 
@@ -232,12 +232,12 @@ class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     """Pause the relay, or one destination; kept on disk until a resume."""
 
     reason: Reason
-    destination: str | None = None
+    destination: To | None = None
 
 
 class ResumeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Resume the relay, with at most `rate_per_second` messages per second if given."""
 
     reason: Reason
-    destination: str | None = None
+    destination: To | None = None
     rate_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None

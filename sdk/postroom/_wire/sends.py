@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from postroom._wire.administration import HistoryMessage
-from postroom._wire.message import Priority
+from postroom._wire.message import Priority, To
 from postroom.errors import Problem
 
 RowStatus = Literal["pending", "inflight", "done", "dead", "aborted"]
@@ -231,7 +231,7 @@ class InboxQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     """
 
     sender: str | None = None
-    destination: str | None = None
+    destination: To | None = None
     since: datetime | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
@@ -256,5 +256,5 @@ class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     """
 
     sender: str | None = None
-    destination: str | None = None
+    destination: To | None = None
     since: datetime | None = None

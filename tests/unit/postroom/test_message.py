@@ -21,6 +21,7 @@ from postroom._wire.message import (
     prepare,
     refuse_duplicate_keys,
 )
+from postroom._wire.names import WORD
 from postroom.errors import InvalidMessage
 
 MIB = 1024 * 1024
@@ -384,3 +385,13 @@ def test_a_key_that_stands_twice_is_always_found(meta: dict[str, object], data: 
 def test_bytes_that_are_no_message_are_refused_and_nothing_else(data: bytes) -> None:
     assume(not data.startswith(b"{"))
     assert refused(data).problem.status == 400
+
+
+@given(st.from_regex(re.compile(r"(topic|dm|queue|x):[a-z0-9_.-]{0,70}\n?"), fullmatch=True))
+def test_the_document_has_the_rules_that_are_checked(text: str) -> None:
+    described = msgspec.json.schema(SendRequest)["$defs"]["SendRequest"]["properties"]
+    (id_, _), (mentions, _) = described["client_message_id"]["anyOf"], described["mentions"]["anyOf"]
+    assert (re.search(described["to"]["pattern"], text) is not None) == message.is_destination(text)
+    assert (re.search(id_["pattern"], text) is not None) == message.is_client_message_id(text)
+    assert (re.search(mentions["items"]["pattern"], text) is not None) == WORD.allows(text)
+    assert mentions["maxItems"] == message.MAX_MENTIONS
