@@ -170,7 +170,7 @@ def _checked(attributes: dict[str, Any]) -> dict[str, Any]:
         refuse("unsupported_version", f"CloudEvents {attributes['specversion']!r} is not {VERSION}", "specversion")
     for name, value in attributes.items():
         if _NAME.fullmatch(name) is None:
-            rule = "use 1 to 20 lower-case letters and digits"
+            rule = "use 1 to 20 lower-case letters and digits, but not `data`"
             refuse("invalid_field", f"{name!r} is not an attribute's name in CloudEvents: {rule}", name[:64])
         if not isinstance(value, str | int | bool):
             refuse("invalid_field", f"the attribute `{name}` must be text, a whole number, or true or false", name)
