@@ -156,4 +156,3 @@ async def add_headers(_request: web.Request, answer: web.StreamResponse) -> None
     """Forbid browsers what no page of the console needs."""
     answer.headers.update(_HEADERS)
     answer.headers.setdefault("Cache-Control", "no-store")
-    answer.headers.popall("Server", None)

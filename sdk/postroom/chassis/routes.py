@@ -48,6 +48,7 @@ _FORMS: Final[dict[type, str]] = {  # of a parameter; msgspec takes other texts 
     datetime: "a time, as in 2026-11-21T09:00:00Z",
     NoneType: "omitted, or have a value",
 }
+_SERVER: Final = "postroom"
 _RETRY_AFTER: Final = "Retry-After"
 _NUMBERS: Final = "A whole number is written without a fraction: 5, not 5.0."  # which JSON Schema does not say
 _WHEN: Final = "seconds to wait before another try, where the problem has `retry_after`"
@@ -79,10 +80,21 @@ class Route:
 
 def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -> web.Application:
     """Build the aiohttp application: each route behind its access check, every error a problem."""
-    app = web.Application(middlewares=[problems], **options)
+    app = bare_application(**options)
     for route in routes:
         app.router.add_route(route.method, route.path, _guarded(route, authorize), expect_handler=_go_on)
     return app
+
+
+def bare_application(**options: Any) -> web.Application:
+    """Build one without routes, whose errors are problems, and whose answers do not say what it is built with."""
+    app = web.Application(middlewares=[problems], **options)
+    app.on_response_prepare.append(_name)
+    return app
+
+
+async def _name(_request: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers["Server"] = _SERVER
 
 
 def _guarded(route: Route, authorize: Authorize) -> Handler:
@@ -160,7 +172,11 @@ def problem_headers(problem: Problem) -> dict[str, str]:
 def problem_response(problem: Problem) -> web.Response:
     """Answer with `problem` (RFC 9457), and with its headers."""
     body = msgspec.json.encode(problem)
-    return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=problem_headers(problem))
+    headers = {
+        "Server": _SERVER,
+        **problem_headers(problem),
+    }  # also where no application answers
+    return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

@@ -22,7 +22,7 @@ from postroom.agent import agent_name
 from postroom.chassis import logs, runtime, tracing
 from postroom.chassis.listener import PageDeadlines, listening, running
 from postroom.chassis.postgres import Pool, letting_go
-from postroom.chassis.routes import exposition, json_response
+from postroom.chassis.routes import bare_application, exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents import load_agent
 from postroom.delivery.nats import usable
@@ -183,7 +183,7 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
             families += labelled(await part.metrics(), part.labels if len(parts) > 1 else {})
         return web.Response(body=exposition(merged(families)), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application()
+    app = bare_application()
     app.router.add_get("/health", health)
     app.router.add_get("/ready", health)
     app.router.add_get("/metrics", scrape)

@@ -105,6 +105,8 @@ async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
             well = (200, '{"status":"ok","reasons":[]}')  # once each source has been looked at
             await until_so(lambda: ask(started["page"], "/ready"), "ready", holds=well.__eq__)
             metrics = (await ask(started["page"], "/metrics"))[1]
+            status, problem = await ask(started["page"], "/nowhere")
+            assert (status, json.loads(problem)["code"]) == (404, "not_found")
             (reported,) = await programs(database_url)
             process.terminate()
             assert await asyncio.to_thread(process.wait) == 0

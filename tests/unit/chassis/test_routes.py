@@ -67,6 +67,7 @@ async def client(aiohttp_client):
 async def test_a_route_answers_with_its_type(client):
     answer = await client.get("/v1/parcels/a", params={"limit": "3"})
     assert (answer.status, await answer.json()) == (200, {"weight": 3})
+    assert answer.headers["Server"] == "postroom"
     asked = {"limit": "-3", "fragile": "false", "since": "2026-11-21T09:00:00Z"}
     assert (await client.get("/v1/parcels/a", params=asked)).status == 200
 
@@ -96,6 +97,7 @@ async def test_every_error_is_a_problem(client, method, path, status, code):
     problem = await answer.json(content_type="application/problem+json")
     assert (answer.status, problem["status"], problem["code"]) == (status, status, code)
     assert "secret detail" not in await answer.text()
+    assert answer.headers["Server"] == "postroom"
 
 
 async def test_a_problem_that_knows_when_says_so_in_the_header(client):
