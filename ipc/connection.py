@@ -39,7 +39,7 @@ from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.chassis.routes import is_media, problem_headers
-from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem, TryAgain
+from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 SEND: Final = "/v1/send"
@@ -150,7 +150,6 @@ class Connection(TimedConnection):
     __slots__ = (
         "_answer",
         "_body_since",
-        "_buffered",
         "_closing",
         "_end",
         "_idle_timer",
@@ -161,18 +160,14 @@ class Connection(TimedConnection):
         "_with_aiohttp",
         "between_lines",
         "caller",
-        "count_drop",
         "is_allowed",
         "is_tcp",
-        "memory",
         "requests",
         "turns",
     )
 
-    requests: Budget  # shared by all connections, as are the next three; the server sets them
-    memory: Budget  # in bytes
+    requests: Budget  # shared by all connections; the server sets it
     turns: Turns
-    count_drop: Callable[[str], None]
     is_allowed: bool  # to call; the server sets it
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
@@ -182,7 +177,6 @@ class Connection(TimedConnection):
         self.between_lines = False  # a batch with no line begun: the next may take its time, as long as bytes come
         self._end: asyncio.Future[None] = loop.create_future()
         self._body_since = NEVER
-        self._buffered = 0  # bytes of an answer that the caller does not read
         self._now = loop.time
         self._answer: Callable[[PlainSend], Awaitable[Answer]] = cast(Any, server.request_handler)
         self._sending: asyncio.Task[None] | None = None  # answers a plain send
@@ -274,30 +268,8 @@ class Connection(TimedConnection):
     def _has_asked(self) -> bool:
         return self._sending is not None or super()._has_asked()
 
-    def pause_writing(self) -> None:
-        """Count what is not read of an answer towards the caller's share of memory, or drop it with the connection."""
-        super().pause_writing()
-        unread = cast(asyncio.Transport, self.transport).get_write_buffer_size()
-        try:
-            self.memory.take(unread, self.caller.uid)
-            self._buffered = unread
-        except TryAgain:
-            self.count_drop("too_much_unread")
-            self.abort()
-
-    def resume_writing(self) -> None:
-        """Give it back: the caller has read it."""
-        super().resume_writing()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self._buffered:
-            self.memory.give_back(self._buffered, self.caller.uid)
-            self._buffered = 0
-
     def connection_lost(self, exc: BaseException | None) -> None:
         """End what waits on the caller's behalf."""
-        self._give_back()
         self._stop_timer()
         super().connection_lost(exc)
         self.end_waiting()

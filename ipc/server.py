@@ -29,9 +29,9 @@ from ipc.connection import Answer, Connection, PlainSend, Request, expects_more,
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
-from postroom.chassis.listener import TimedServer
+from postroom.chassis.listener import TOO_MUCH_UNREAD, TimedConnection, TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version, refuse_what_is_not_taken
-from postroom.errors import NotFound, NotPermitted, PostroomError
+from postroom.errors import NotFound, NotPermitted, PostroomError, TryAgain
 
 _log = structlog.get_logger(__name__)
 
@@ -76,6 +76,7 @@ class Server(TimedServer):
         self.requests = Budget(limits.requests_in_flight, "too many requests are being answered: try again")
         self.turns = Turns()
         self._memory = memory
+        self._unread: dict[TimedConnection, int] = {}  # bytes of it
         self._policy = policy
         self._counters = counters
         self._tcp_guard = tcp_guard
@@ -152,13 +153,27 @@ class Server(TimedServer):
         super().connection_made(handler, transport)
         newcomer = cast(Connection, handler)
         newcomer.requests, newcomer.turns = self.requests, self.turns
-        newcomer.memory, newcomer.count_drop = self._memory, self._count_drop
         newcomer.is_allowed = self._policy.may_call(newcomer.caller)
         surplus = self._open.enter(newcomer)
         self._counters.connections = self._open.count
         if surplus is not None:
             self._count_drop("too_many_connections")
             surplus.abort()
+
+    def hold_unread(self, connection: TimedConnection, size: int) -> None:
+        """Count what a caller does not read towards its share of memory, or drop it where that is used up."""
+        try:
+            self._memory.take(size, cast(Connection, connection).caller.uid)
+        except TryAgain:
+            self._count_drop(TOO_MUCH_UNREAD)
+            connection.abort()
+        else:
+            self._unread[connection] = size
+
+    def release_unread(self, connection: TimedConnection) -> None:
+        """Give it back."""
+        if size := self._unread.pop(connection, 0):
+            self._memory.give_back(size, cast(Connection, connection).caller.uid)
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         """Forget the connection."""

@@ -19,6 +19,7 @@ import socket
 import ssl
 import stat
 import time
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -59,6 +60,8 @@ _log = structlog.get_logger(__name__)
 SWEEP_SECONDS: Final = 1.0
 _SWEPT_AT_ONCE: Final = 100  # connections
 _EXAMINED: Final = 100  # connections at most, to find one that is idle
+_MOST_UNREAD: Final = 64 * 1024 * 1024  # bytes of answers that peers do not read
+TOO_MUCH_UNREAD: Final = "too_much_unread"  # why a connection was dropped
 _NOT_HTTP: Final = "the request is not HTTP/1.1"
 _REFUSED: Final[dict[type[BaseException], str]] = {
     LineTooLong: "a line of the request's head is too long",
@@ -217,10 +220,11 @@ class PageDeadlines(NamedTuple):
 class TimedConnection(RequestHandler):
     """A peer's connection; the server's sweep drops it once it is `overdue`."""
 
-    __slots__ = ("_blocked_since", "_half_closed", "_head_since", "_heard_at", "_last_body")
+    __slots__ = ("_blocked_since", "_half_closed", "_head_since", "_heard_at", "_last_body", "_server")
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
+        self._server = cast(TimedServer, server)
         self._head_since = NEVER
         self._heard_at = NEVER
         self._blocked_since = NEVER
@@ -288,14 +292,21 @@ class TimedConnection(RequestHandler):
             super().resume_reading(resume_parser)
 
     def pause_writing(self) -> None:
-        """Remember since when the peer has not read its answers."""
+        """Remember since when the peer has not read its answers, and what the server has to keep of them."""
         super().pause_writing()
         self._blocked_since = self._loop.time()
+        self._server.hold_unread(self, cast(asyncio.Transport, self.transport).get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """Forget it: the peer reads again."""
         super().resume_writing()
         self._blocked_since = NEVER
+        self._server.release_unread(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget it as well."""
+        self._server.release_unread(self)
+        super().connection_lost(exc)
 
     @property
     def busy(self) -> bool:
@@ -400,6 +411,14 @@ class TimedServer(web.Server):
         """Make the protocol of a new connection (aiohttp and asyncio call this)."""
         return self.connection_type(self, loop=self._running_loop, **self._kwargs)
 
+    @abstractmethod
+    def hold_unread(self, connection: TimedConnection, size: int) -> None:
+        """Count `size` bytes of an answer that a peer does not read, and drop a connection where that is too much."""
+
+    @abstractmethod
+    def release_unread(self, connection: TimedConnection) -> None:
+        """Count what was held for a connection no more; may be called where nothing is."""
+
     async def sweep(self) -> None:
         """Drop connections whose deadline has passed, once a second, for ever; few at a time."""
         while True:
@@ -419,11 +438,17 @@ class TimedServer(web.Server):
 
 
 class LimitedServer(TimedServer):
-    """A server with a limit on connections: an idle one makes room for a new one."""
+    """A server with a limit on connections: an idle one makes room for a new one.
+
+    Of answers that nobody reads it keeps so many bytes, for all peers together: the peer that has not read for longest
+    makes room.
+    """
 
     def __init__(self, handler: Any, *, most: int, on_drop: Callable[[str], None], **options: Any) -> None:
         super().__init__(handler, on_drop=on_drop, **options)
         self._most = most
+        self._unread: OrderedDict[TimedConnection, int] = OrderedDict()  # bytes; who has not read for longest is first
+        self._unread_bytes = 0
         self._open: OrderedDict[TimedConnection, None] = OrderedDict()  # the least recently examined first
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
@@ -444,6 +469,20 @@ class LimitedServer(TimedServer):
         """Forget the connection."""
         super().connection_lost(handler, exc)
         self._open.pop(cast(TimedConnection, handler), None)
+
+    def hold_unread(self, connection: TimedConnection, size: int) -> None:
+        """Count it, and make room where there is too much."""
+        self._unread[connection] = size
+        self._unread_bytes += size
+        while self._unread_bytes > _MOST_UNREAD:
+            oldest = next(iter(self._unread))
+            self.release_unread(oldest)
+            self._on_drop(TOO_MUCH_UNREAD)
+            oldest.abort()
+
+    def release_unread(self, connection: TimedConnection) -> None:
+        """Count it no more."""
+        self._unread_bytes -= self._unread.pop(connection, 0)
 
 
 @asynccontextmanager

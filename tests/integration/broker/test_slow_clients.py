@@ -19,6 +19,7 @@ from yarl import URL
 
 from broker.config import BrokerConfig
 from broker.server import open_services, serving
+from postroom.chassis import listener
 
 Message = Callable[..., dict[str, Any]]
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -105,6 +106,28 @@ async def test_a_client_that_does_not_read_its_answers_is_dropped(listen: Open) 
         hang_up.register(client, 0)
         assert await asyncio.to_thread(hang_up.poll, 60_000)
     assert _dropped(services, "reply_not_read") == 1
+
+
+async def test_who_has_not_read_for_longest_makes_room_where_too_much_is_unread(
+    listen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_MOST_UNREAD", 500_000)
+    services = await listen()
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(4)]
+        for client in clients:
+            client.setblocking(False)
+            await loop.sock_connect(client, str(services.config.socket_path))
+            await loop.sock_sendall(client, OPENAPI * 10)
+        hang_up = select.poll()
+        hang_up.register(clients[0], 0)
+        assert await asyncio.to_thread(hang_up.poll, 60_000)
+        reader, writer = await asyncio.open_unix_connection(str(services.config.socket_path))
+        writer.write(OPENAPI)
+        assert (await _answer(reader)).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert (_dropped(services, "too_much_unread") or 0) >= 1
 
 
 async def test_the_broker_repeats_no_malformed_head_in_an_answer_or_its_log(
