@@ -172,10 +172,7 @@ def problem_headers(problem: Problem) -> dict[str, str]:
 def problem_response(problem: Problem) -> web.Response:
     """Answer with `problem` (RFC 9457), and with its headers."""
     body = msgspec.json.encode(problem)
-    headers = {
-        "Server": _SERVER,
-        **problem_headers(problem),
-    }  # also where no application answers
+    headers = {"Server": _SERVER, **problem_headers(problem)}  # also where no application answers
     return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
 
 
