@@ -12,6 +12,7 @@ here through a real server.
 """
 
 import asyncio
+import os
 import re
 import ssl
 import stat
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import structlog
 from nats.aio.client import Client
@@ -36,7 +38,7 @@ from nats.protocol.parser import (
 
 from postroom.chassis.config import show_certificate, trusting
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import read_regular
+from postroom.chassis.ownership import give_up, read_regular
 from postroom.delivery.errors import NATS_ERRORS, from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
 
@@ -187,6 +189,20 @@ def _secret(file: Path) -> str:
     return text
 
 
+_clients: Final = WeakSet["NatsClient"]()  # of this process
+
+
+def _leave_to_parent() -> None:
+    """Give up the connections in a forked child: to one that outlives its killed parent NATS goes on to deliver."""
+    for client in _clients:
+        writer = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - nats-py has no other way to it
+        if writer is not None and not writer.transport.is_closing():
+            give_up(writer.get_extra_info("socket").fileno())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class NatsClient(Client):
     """A client whose messages always have readable headers and a subject in UTF-8."""
 
@@ -195,6 +211,7 @@ class NatsClient(Client):
         super().__init__()
         self._ps = _Parser(self)
         self._logged = logged
+        _clients.add(self)
 
     async def close(self) -> None:
         """Close it; what is still to be sent has a few seconds, since a server that hangs must not block a program."""

@@ -1,4 +1,7 @@
-"""A connection to NATS uses TLS where it is asked to, comes back after any end, and is closed soon."""
+"""A connection to NATS uses TLS where it is asked to, comes back after any end, and is closed soon.
+
+It ends with its process, whatever that has forked.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import pytest
 from msgspec.structs import replace
-from nats.errors import OutboundBufferLimitError
+from nats.errors import NoRespondersError, OutboundBufferLimitError
 from structlog.testing import capture_logs
 from support.certificates import CERTIFICATE, KEY, LOCKED_KEY, private
-from support.waiting import until
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.chassis.exits import Fatal
@@ -47,6 +52,47 @@ async def test_a_server_that_takes_nothing_more_holds_up_no_close(short_director
         os.kill(server.process.pid, signal.SIGCONT)
         server.stop()
     assert client.is_closed
+
+
+async def test_to_what_a_killed_program_had_forked_nothing_is_delivered(nats_url: str) -> None:
+    script = """
+import asyncio, os, signal, sys
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+
+async def main():
+    client = await connect(NatsSettings(url=sys.argv[1]), name="killed")
+    await client.subscribe(sys.argv[2])
+    await client.flush()
+    if child := os.fork():
+        print(child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+asyncio.run(main())
+"""
+    subject, heard = uuid4().hex, asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, nats_url, subject, stdout=heard)
+    assert process.stdout is not None
+    child = int(await process.stdout.readline())
+    client = await connect(NatsSettings(url=nats_url), name="test")
+
+    async def nobody_listens() -> bool:
+        try:
+            await client.request(subject, timeout=0.1)
+        except NoRespondersError:
+            return True
+        except TimeoutError:
+            return False
+        return False
+
+    try:
+        await until_so(nobody_listens, "the server knows that it ended")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        await client.close()
+        await process.communicate()
+    assert process.returncode == -signal.SIGKILL
 
 
 class NatsWithTLS(EmbeddedNats):
