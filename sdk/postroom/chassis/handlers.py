@@ -65,11 +65,13 @@ async def contained(work: Callable[[], Awaitable[T]]) -> T:
     """
     try:
         return await asyncio.create_task(_raising_errors(work))
-    except asyncio.CancelledError as error:
+    except (Exception, asyncio.CancelledError) as error:
         current = asyncio.current_task()
         if current is not None and current.cancelling():
-            raise  # its worker is being stopped
-        raise HandlerEnded(error) from error
+            raise asyncio.CancelledError from error  # its worker is being stopped, whatever the handler makes of that
+        if isinstance(error, asyncio.CancelledError):
+            raise HandlerEnded(error) from error
+        raise
 
 
 class _OneProcess(Awaitable[T]):

@@ -268,18 +268,29 @@ class Leaving(Agent):
 
     async def receive(self, envelope):
         if envelope.id == "poison":
-            left = asyncio.create_task(leave())
-            await asyncio.sleep(5)
+            HOW
+
+async def together(*works):
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
 
 async def leave():
     sys.exit()
 """
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        "left = asyncio.create_task(leave()); await asyncio.sleep(5)",
+        "await together(asyncio.sleep(5), leave())",  # which raises the same in the handler as well
+    ],
+)
 async def test_a_message_that_leaves_a_task_behind_which_ends_the_process_is_a_dead_letter_in_the_end(
-    command_line: CommandLine, tmp_path: Path
+    command_line: CommandLine, tmp_path: Path, how: str
 ):
-    (tmp_path / "leaving.py").write_text(LEAVING)
+    (tmp_path / "leaving.py").write_text(LEAVING.replace("HOW", how))
     more = {"PYTHONPATH": str(tmp_path), "POSTROOM_AGENT_MAX_DELIVER": "2", "POSTROOM_AGENT_ACK_WAIT_SECONDS": "1"}
     command_line.environment |= more
     context = command_line.context
@@ -288,7 +299,7 @@ async def test_a_message_that_leaves_a_task_behind_which_ends_the_process_is_a_d
         ended = await command_line.run("run", "leaving:Leaving")
         assert ended.code == 1
         sentence = (
-            f"a task or a callback that users' code left behind raised SystemExit ({tmp_path}/leaving.py, line 14)"
+            f"a task or a callback that users' code left behind raised SystemExit ({tmp_path}/leaving.py, line 18)"
         )
         assert sentence in ended.said
     process = await command_line.start("run", "leaving:Leaving")
