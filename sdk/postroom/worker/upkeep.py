@@ -28,7 +28,7 @@ from postroom.delivery.publication.postgres import DELIVERIES, LETTERS, Postgres
 from postroom.delivery.publication.record import Record, WorkQueues
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import Reconciled, dead_letter_stream, default_changes, default_streams, ensure_stream
-from postroom.errors import Conflict, NotPermitted, PostroomError, Unavailable
+from postroom.errors import Conflict, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom.once.postgres import PostgresStore
 from postroom.once.registry import Registry
 from postroom.worker.config import WorkerConfig
@@ -200,12 +200,12 @@ class Upkeep:
         await self._record.compare(link)
 
     async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
-        """Declare one stream; one whose state a cluster does not know is left until it does."""
+        """Declare one stream; one whose state a cluster does not know, or that has no room, is left until it has."""
         try:
             return await ensure_stream(link.js, stream)
         except Conflict as error:
             raise Fatal(Exit.CONFIG, error.problem.detail) from error
-        except Unavailable as error:
+        except (Unavailable, TryAgain) as error:
             if link.broken:
                 raise
             _log.warning("stream_unavailable", stream=stream.name, detail=str(error))
@@ -229,7 +229,7 @@ class Upkeep:
             try:
                 done.append(await ensure_stream(link.js, stream, only=only))
             except PostroomError as error:  # NATS refuses it for this stream, which stays as it is; the others go on
-                if isinstance(error, NotPermitted) or (found is None and error.retryable):
+                if isinstance(error, NotPermitted) or (found is None and isinstance(error, Unavailable)):
                     raise
                 _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
         return done

@@ -590,15 +590,28 @@ async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
     assert len(await messages_in(own_nats, "DEMO_INBOX")) == 2
 
 
+@pytest.mark.parametrize("setting", [{"REPLICAS": "3"}, {"EVENTS_MAX_BYTES": str(10**15)}], ids=["replicas", "room"])
 async def test_a_setting_that_nats_refuses_for_a_stream_keeps_no_other_from_being_published_to(
-    accepting: Accepting, own_nats: EmbeddedNats
+    accepting: Accepting, own_nats: EmbeddedNats, setting: dict[str, str]
 ) -> None:
     await accepting.send({"to": "topic:orders"})
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
     await accepting.pool.execute(QUERIES["create_mesh"], "another")
     await accepting.send({"to": "topic:orders"})
-    with worker(**urls(accepting, own_nats), POSTROOM_WORKER_STREAM_DEFAULTS_REPLICAS="3"):  # of a single server
+    more_than_there_is = {f"POSTROOM_WORKER_STREAM_DEFAULTS_{name}": value for name, value in setting.items()}
+    with worker(**urls(accepting, own_nats), **more_than_there_is):
+        await asyncio.wait_for(accepting.published(), 30)
+
+
+async def test_a_stream_of_the_config_without_room_keeps_no_other_from_being_published_to(
+    accepting: Accepting, own_nats: EmbeddedNats, tmp_path: Path
+) -> None:
+    config = tmp_path / "worker.toml"
+    huge = f'[[streams]]\nname = "HUGE"\nsubjects = ["huge.event.>"]\nmax_bytes = {10**15}\n'
+    config.write_text(f'database_url = "{accepting.url}"\n[nats]\nurl = "{own_nats.url}"\n{huge}')
+    await accepting.send({"to": "topic:orders"})
+    with worker("--config", str(config)):
         await asyncio.wait_for(accepting.published(), 30)
 
 
