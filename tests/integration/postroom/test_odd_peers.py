@@ -124,8 +124,11 @@ async def test_a_daemon_that_hangs_is_given_up_after_the_time_out(short_director
 async def test_of_a_change_without_an_answer_it_is_said_that_it_may_have_happened_and_how_to_go_on(
     short_directory: Path, *, ends: bool
 ) -> None:
-    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if ends:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if not ends:
+                await reader.read()  # until the client gives up
+        finally:
             writer.close()
 
     path = short_directory / "odd.sock"
