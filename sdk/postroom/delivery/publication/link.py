@@ -341,8 +341,8 @@ class Link:
             listed = f"no stream that JetStream lists has {message.subject}"
             return Unanswered(f"{listed}, and it cannot list {names} at the moment")
         if stream is None:
-            advice = "declare one; if the worker has to, its log says why it did not (stream_not_changed)"
-            return f"no stream has the subject {message.subject}: {advice}"
+            reason = "stream_not_changed or stream_unavailable in the worker's log may say why there is none"
+            return f"no stream has the subject {message.subject}: declare one; {reason}"
         lines = sum(len(name) + len(value.encode()) + _LINE_EXTRA for name, value in message.headers.items())
         size = len(_HEADER_LINE) + lines + 2 + len(message.body)  # what the server counts
         most = self._client.max_payload
