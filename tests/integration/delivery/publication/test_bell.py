@@ -16,7 +16,10 @@ from postroom.delivery.publication.publisher import CHANNEL, Bell
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 PATIENT = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=60)
-LISTENERS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+LISTENERS = """
+    SELECT pid FROM pg_stat_activity
+    WHERE datname = current_database() AND query LIKE 'LISTEN%' AND state = 'idle'
+"""
 
 
 @pytest.fixture
