@@ -64,11 +64,15 @@ def json_fault(error: Exception, data: bytes) -> str:
     msgspec takes the half of a surrogate pair for the end of the data. A program that cut a text in two wrote it, and
     would look for bytes that were lost on the way.
     """
+    if not data.strip():
+        return "it is empty"
     sentence = str(error)
     if "truncated" in sentence or "surrogate" in sentence:
         half = _HALF.search(data.replace(b"\\\\", b""))  # an escaped backslash escapes nothing
         if half is not None:
             return f"{half[0].decode()} is half of a surrogate pair: write both halves, as in \\ud83d\\ude00"
+        if "truncated" in sentence:
+            return f"it ends too early, after {counted(len(data), 'byte')}"
     return sentence
 
 

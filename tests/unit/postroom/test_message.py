@@ -51,6 +51,20 @@ def test_a_text_that_only_mentions_such_a_half_is_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"", "it is empty"),
+        (b" \r\n", "it is empty"),
+        (b'{"to":', "it ends too early, after 6 bytes"),
+        (b'{"to":"topic:t","body":"a', "it ends too early, after 25 bytes"),
+        (b'{"to":"topic:t"', "it ends too early, after 15 bytes"),
+    ],
+)
+def test_what_is_missing_of_a_message_is_said(data: bytes, fault: str) -> None:
+    assert str(refused(data)) == f"the body is not one JSON object in UTF-8: {fault}"
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b"",
