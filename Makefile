@@ -119,7 +119,8 @@ site: $(SPHINX) ## the docs as a site with search, in build/site; a link that le
 bench: $(SPARK_STAMP) $(PEERS) ## the benchmarks, each beside its baseline or peers, into docs/performance.md; BENCH="full lone" for some
 	$(BIN)/python -m bench --write $(BENCH)
 
-soak: $(SPARK_STAMP) ## the crash tests, for longer
+soak: export TMPDIR := $(or $(TMPDIR),/tmp)
+soak: $(SPARK_STAMP) ## the crash tests, for longer, with their files on the disk
 	$(BIN)/pytest -m soak
 
 faults: $(SPARK_STAMP) ## the fault campaign: three quarters of an hour; GOALS="F1 F4" for some

@@ -1,12 +1,13 @@
 """Real servers for tests: started once a session, from the embedded wheels, and gone when the session is gone.
 
-    postgres_server, redis_server, nats_server      the servers, in memory, started when the first test wants one
+    postgres_server, redis_server, nats_server      the servers, started when the first test wants one
     database_url                                    a fresh, empty database for this test
     redis_url                                       the Redis of the session, emptied for this test
     nats_url                                        the NATS of the session
     zygote                                          what starts programs of ours at once, by forking
     recorded                                        the spans of this process, for this test
     short_directory                                 an empty directory with a path short enough for any Unix socket
+    tmp_path                                        an empty directory within it that only this user may enter
 
 A test that stops or kills a server starts one of its own: `EmbeddedRedis(short_directory / "redis")`. The kernel ends
 every server when pytest ends, `kill -9` included; a program that a test starts gets the same from
@@ -183,13 +184,6 @@ def session_directory() -> Iterator[Path]:
         yield directory
 
 
-@pytest.fixture(scope="session")
-def servers_directory() -> Iterator[Path]:
-    """Where the servers that the session's tests share have their files."""
-    with session.session_directory(session.in_memory()) as directory:
-        yield directory
-
-
 @pytest.fixture
 def short_directory(session_directory: Path) -> Iterator[Path]:
     directory = session_directory / str(next(_numbers))
@@ -198,9 +192,17 @@ def short_directory(session_directory: Path) -> Iterator[Path]:
     remove(directory)  # with what a test that failed has left running there
 
 
+@pytest.fixture
+def tmp_path(short_directory: Path) -> Path:
+    """Replace pytest's, which stays for three runs."""
+    directory = short_directory / "tmp"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
 @pytest.fixture(scope="session")
-def postgres_server(servers_directory: Path) -> Iterator[EmbeddedPostgres]:
-    server = EmbeddedPostgres(servers_directory / "postgres", durable=False)
+def postgres_server(session_directory: Path) -> Iterator[EmbeddedPostgres]:
+    server = EmbeddedPostgres(session_directory / "postgres", durable=False)
     server.start()
     yield server
     server.stop()
@@ -215,8 +217,8 @@ def database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def redis_server(servers_directory: Path) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(servers_directory / "redis")
+def redis_server(session_directory: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(session_directory / "redis")
     server.start()
     yield server
     server.stop()
@@ -230,8 +232,8 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 
 
 @pytest.fixture(scope="session")
-def nats_server(servers_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(servers_directory / "nats")
+def nats_server(session_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(session_directory / "nats")
     server.start()
     yield server
     server.stop()

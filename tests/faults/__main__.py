@@ -17,6 +17,7 @@ import os
 import random
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def _one_by_one(goals: Sequence[Goal], options: argparse.Namespace, said: TextIO
     shown: list[Shown] = []
     if not goals:
         return shown
-    with session_directory() as directory:
+    with session_directory(Path(tempfile.gettempdir())) as directory:
         servers = Servers(directory)
         campaign = Campaign(directory, servers, options.soak, options.scale)
         try:

@@ -1,8 +1,8 @@
 """The files of one session of tests: a short path where the unprivileged Postgres of root may pass, gone at the end.
 
-Those of the servers that its tests share lie in memory, where the machine lends enough of it as a file system: they
-need not outlive anything, and to make and remove hundreds of databases on a disk is more work than the tests are. What
-a test kills, restarts or fills lies on the disk.
+They lie in memory, where the machine lends enough of it as a file system and `TMPDIR` names no other place: to make and
+remove thousands of databases on a disk, and to wait for each of their commits, takes longer than the tests do. What a
+killed program has written is there as it is on a disk. Only a power cut would tell them apart, and no test makes one.
 
 What a session that was killed left behind its janitor removes; what a killed janitor left, the next session.
 """
@@ -22,22 +22,13 @@ from support.janitor import clearing_up
 _PREFIX = "postroom-test-"
 _OWNER = "session.pid"
 _MEMORY = Path("/dev/shm")  # noqa: S108 - what is made there is private
-_ENOUGH_BYTES = 4 * 2**30  # for the servers of several workers, whose Postgres keeps up to 1 GB of log
-
-
-def in_memory() -> Path | None:
-    """Return where files lie in memory; None where there is little room, or programs may not be run."""
-    if not _MEMORY.is_dir():
-        return None
-    found = os.statvfs(_MEMORY)
-    fits = found.f_bavail * found.f_frsize >= _ENOUGH_BYTES and not found.f_flag & os.ST_NOEXEC
-    return _MEMORY if fits and os.access(_MEMORY, os.W_OK) else None
+_ENOUGH_BYTES = 4 * 2**30  # for several workers, which take up to 2 GB together
 
 
 @contextmanager
 def session_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Make a directory for the length of the block, among the machine's temporary files unless below `parent`."""
-    parent = parent or Path(tempfile.gettempdir())
+    """Make a directory for the length of the block, in `parent` if one is named."""
+    parent = parent or _place()
     _sweep(parent)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     directory.chmod(0o711)
@@ -49,6 +40,14 @@ def session_directory(parent: Path | None = None) -> Iterator[Path]:
             yield directory
     finally:
         shutil.rmtree(directory)
+
+
+def _place() -> Path:
+    if "TMPDIR" not in os.environ and _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK):
+        found = os.statvfs(_MEMORY)
+        if found.f_bavail * found.f_frsize >= _ENOUGH_BYTES and not found.f_flag & os.ST_NOEXEC:
+            return _MEMORY
+    return Path(tempfile.gettempdir())
 
 
 def _sweep(parent: Path) -> None:
