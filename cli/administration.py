@@ -15,7 +15,7 @@ import typer
 from cli import completion
 from cli.connect import with_broker, with_daemon
 from cli.files import new_file
-from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh, with_options
+from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh
 from cli.output import confirm, json_line, line, listing, note
 from postroom._wire.administration import MemberToken, OperatorRole, OperatorToken, Role
 
@@ -82,7 +82,6 @@ def delete_mesh(*, slug: MeshName, yes: Yes = False, url: Url = None, token_file
 
 
 @members.command("create")
-@with_options
 def create_member(
     *,
     name: MemberName,
@@ -98,7 +97,6 @@ def create_member(
 
 
 @members.command("rotate-token")
-@with_options
 def rotate_token(
     *,
     name: MemberName,
@@ -118,7 +116,6 @@ def rotate_token(
 
 
 @members.command("retire-token")
-@with_options
 def retire_token(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
     """End the old one of a member's two tokens: what still uses it is refused from then on."""
     confirm(f"End the old token of {name}, so that what still uses it is refused?", yes=yes)
@@ -127,7 +124,6 @@ def retire_token(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
 
 
 @members.command("list")
-@with_options
 def list_members(*, as_json: Json = False, reach: Reach) -> None:
     """List the members of a mesh, the revoked ones too."""
     listing(
@@ -140,7 +136,6 @@ def list_members(*, as_json: Json = False, reach: Reach) -> None:
 
 
 @members.command("revoke")
-@with_options
 def revoke_member(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
     """End a member's access permanently; its name stays taken."""
     confirm(f"Revoke {name} permanently?", yes=yes)
@@ -212,7 +207,6 @@ def revoke_operator(*, name: OperatorName, yes: Yes = False, url: Url = None, to
 
 
 @topics.command("create")
-@with_options
 def create_topic(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
     """Create a topic."""
     topic = with_mesh(reach, lambda client, mesh: client.create_topic(mesh, name))
@@ -220,7 +214,6 @@ def create_topic(*, name: TopicName, as_json: Json = False, reach: Reach) -> Non
 
 
 @topics.command("list")
-@with_options
 def list_topics(*, as_json: Json = False, reach: Reach) -> None:
     """List the topics of a mesh."""
     found = with_mesh(reach, lambda client, mesh: client.list_topics(mesh))
@@ -229,7 +222,6 @@ def list_topics(*, as_json: Json = False, reach: Reach) -> None:
 
 
 @topics.command("delete")
-@with_options
 def delete_topic(*, name: TopicName, yes: Yes = False, reach: Reach) -> None:
     """Delete a topic and its subscriptions; its messages stay in the history."""
     confirm(f"Delete the topic {name} and its subscriptions?", yes=yes)
@@ -238,7 +230,6 @@ def delete_topic(*, name: TopicName, yes: Yes = False, reach: Reach) -> None:
 
 
 @topics.command()
-@with_options
 def subscribe(
     *, name: TopicName, member: Subscriber = None, as_json: Json = False, reach: Reach, socket: Socket = None
 ) -> None:
@@ -251,7 +242,6 @@ def subscribe(
 
 
 @topics.command()
-@with_options
 def unsubscribe(*, name: TopicName, member: Subscriber = None, reach: Reach, socket: Socket = None) -> None:
     """End a member's subscription; it can be subscribed again."""
     if member is None:
@@ -262,7 +252,6 @@ def unsubscribe(*, name: TopicName, member: Subscriber = None, reach: Reach, soc
 
 
 @topics.command()
-@with_options
 def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
     """List the subscribers of a topic."""
     found = with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name))
@@ -271,7 +260,6 @@ def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None
 
 
 @webhooks.command()
-@with_options
 def add(
     *,
     topic: WebhookTopic,
@@ -291,7 +279,6 @@ def add(
 
 
 @webhooks.command("list")
-@with_options
 def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -> None:
     """List the webhooks of a topic."""
     found = with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic))
@@ -300,7 +287,6 @@ def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -
 
 
 @webhooks.command()
-@with_options
 def remove(
     *,
     topic: WebhookTopic,
@@ -315,7 +301,6 @@ def remove(
 
 
 @queues.command("create")
-@with_options
 def create_queue(*, name: QueueName, as_json: Json = False, reach: Reach) -> None:
     """Create a queue."""
     queue = with_mesh(reach, lambda client, mesh: client.create_queue(mesh, name))
@@ -323,7 +308,6 @@ def create_queue(*, name: QueueName, as_json: Json = False, reach: Reach) -> Non
 
 
 @queues.command("list")
-@with_options
 def list_queues(*, as_json: Json = False, reach: Reach) -> None:
     """List the queues of a mesh."""
     found = with_mesh(reach, lambda client, mesh: client.list_queues(mesh))
@@ -332,7 +316,6 @@ def list_queues(*, as_json: Json = False, reach: Reach) -> None:
 
 
 @queues.command("delete")
-@with_options
 def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
     """Delete a queue; its messages stay in the history."""
     confirm(f"Delete the queue {name}?", yes=yes)

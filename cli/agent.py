@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
+from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
 from postroom._wire.operations import Recent
@@ -72,7 +72,6 @@ class Stored(NamedTuple):
 
 
 @app.command()
-@with_options
 def replay(*, stored: Stored, as_json: Json = False) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
     from cli.worker import ask_worker  # noqa: PLC0415
@@ -84,7 +83,6 @@ def replay(*, stored: Stored, as_json: Json = False) -> None:
 
 
 @app.command()
-@with_options
 def verify(
     *,
     stored: Stored,
@@ -115,7 +113,6 @@ def verify(
 
 
 @app.command()
-@with_options
 def trace(
     *,
     message: Annotated[
@@ -133,7 +130,6 @@ def trace(
 
 
 @app.command()
-@with_options
 def republish(
     *,
     since: Since,

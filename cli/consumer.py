@@ -11,7 +11,7 @@ import typer
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import with_broker
-from cli.noun import Config, Json, Reach, chosen_ids, noun, with_options
+from cli.noun import Config, Json, Reach, chosen_ids, noun
 from cli.output import fields, listing, one_by_one
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom._wire.words import ago
@@ -58,14 +58,12 @@ class Described(NamedTuple):
 
 
 @app.command("list")
-@with_options
 def list_(*, reach: Reach, as_json: Json = False) -> None:
     """List the durable consumers of all kinds, whether they run or not, and how far behind each is."""
     listing(_find(reach), COLUMNS, _cells, things="consumers", as_json=as_json)
 
 
 @app.command()
-@with_options
 def show(
     *,
     name: Annotated[
@@ -117,7 +115,7 @@ def operate(verb: str, *, names: Names = None, filters: Filters, change: Change,
 
 
 for _verb, _table in CONSUMERS.verbs.items():
-    app.command(_verb, help=_table.effect)(with_options(partial(operate, _verb)))
+    app.command(_verb, help=_table.effect)(partial(operate, _verb))
 
 
 def _find(reach: Reach) -> list[Durable]:
@@ -153,7 +151,6 @@ def _show(one: Durable) -> None:
 
 
 @app.command()
-@with_options
 def run(*, config: Config = None, described: Described) -> None:
     """Consume until a signal says stop, with a config file (--config), or with --context, --name and --handler.
 

@@ -11,7 +11,7 @@ import typer
 from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
 from cli.connect import with_broker
-from cli.noun import Json, OlderThan, Reach, chosen_ids, mesh_of, noun, with_mesh, with_options
+from cli.noun import Json, OlderThan, Reach, chosen_ids, mesh_of, noun, with_mesh
 from cli.output import fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
@@ -59,7 +59,6 @@ class Filters(NamedTuple):
 
 
 @app.command("list")
-@with_options
 def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
     """List dead letters, oldest first; never their payloads."""
     found: list[Letter] = []
@@ -85,7 +84,6 @@ def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
 
 
 @app.command()
-@with_options
 def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
     """Show a whole dead letter: the reason, its headers and its payload."""
     chosen = chosen_ids(ids)
@@ -124,11 +122,10 @@ def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reac
 
 
 for _verb, _table in DEAD_LETTERS.verbs.items():
-    app.command(_verb, help=_table.effect)(with_options(partial(settle, _verb)))
+    app.command(_verb, help=_table.effect)(partial(settle, _verb))
 
 
 @app.command()
-@with_options
 def log(*, reach: Reach, as_json: Json = False) -> None:
     """Show what operators replayed and dropped, and why."""
     listing(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 
 from cli.connect import with_daemon
-from cli.noun import Json, Socket, moment, named, noun, with_options
+from cli.noun import Json, Socket, moment, named, noun
 from cli.output import json_line, line, listing_pages
 from postroom._wire.words import ago, counted
 
@@ -49,7 +49,6 @@ class Filters(NamedTuple):
 
 
 @app.command("list")
-@with_options
 def list_(
     *,
     filters: Filters,
@@ -86,7 +85,6 @@ def list_(
 
 
 @app.command()
-@with_options
 def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> None:
     """Follow what the daemon receives, a line per message, until Ctrl-C; waits while the daemon restarts."""
     from postroom import EventsQuery, InboxQuery  # noqa: PLC0415

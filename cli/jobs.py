@@ -14,7 +14,7 @@ import typer
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import advised, with_broker
-from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh, with_options
+from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
@@ -87,7 +87,6 @@ class Filters(NamedTuple):
 
 
 @app.command()
-@with_options
 def start(
     *,
     flow: Annotated[
@@ -165,7 +164,6 @@ def start(
 
 
 @app.command("list")
-@with_options
 def list_(
     *,
     filters: Filters,
@@ -295,7 +293,7 @@ def explain(
 
 
 for _command in (show, tree, explain):
-    app.command()(with_options(_command, without=("mesh",)))
+    app.command(without=("mesh",))(_command)
 
 
 _EXAMPLES: Final = {
@@ -319,7 +317,7 @@ def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, r
 
 for _verb, _table in JOBS.verbs.items():
     _help = f"{_table.effect}\n\n{_EXAMPLES.get(_verb, '')}"
-    app.command(_verb, help=_help)(with_options(partial(operate, _verb)))
+    app.command(_verb, help=_help)(partial(operate, _verb))
 
 
 def _show_message(found: JobMessage) -> None:

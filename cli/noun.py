@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from postroom.delivery.applications import Application
 
 T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., None])
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION: Final = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+")
@@ -292,12 +293,23 @@ class VerbCommand(TyperCommand):
 class Verbs(typer.Typer):
     """The application of a noun, whose commands are verbs."""
 
-    def command(self, name: str | None = None, **options: Any) -> Any:
-        """Make a verb of a function."""
-        return super().command(name, cls=VerbCommand, **options)
+    def command(
+        self, name: str | None = None, *, without: Collection[str] = (), **options: Any
+    ) -> Callable[[Command], Command]:
+        """Make a verb of a function, which may take some of its options together, as a NamedTuple of them.
+
+        Each field is an option, or an argument; those `without` are not, and keep their defaults.
+        """
+        register = super().command(name, cls=VerbCommand, **options)
+
+        def make(function: Command) -> Command:
+            register(_with_options(function, without))
+            return function
+
+        return make
 
 
-def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
+def noun(help_text: str | None = None, **options: Any) -> Verbs:
     """Make the application of one noun, in the style of all of them."""
     return Verbs(
         cls=NounGroup,
@@ -310,12 +322,7 @@ def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
     )
 
 
-def with_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
-    """Make the command of a function that takes some of its options together, as a NamedTuple of them.
-
-    Each field is an option, or an argument; those `without` are not, and keep their defaults.
-    """
-
+def _with_options(command: Callable[..., None], without: Collection[str]) -> Callable[..., None]:
     def expand(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
         for each in parameters:
             if not hasattr(each.annotation, "_field_defaults"):

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from cli.connect import with_broker
-from cli.noun import Json, Reason, TokenFile, Url, Yes, choice, noun, with_options
+from cli.noun import Json, Reason, TokenFile, Url, Yes, choice, noun
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.once import KEYS, KeyDetails, KeyName, KeyNames, KeyPage, KeysQuery, KeyState, key_held, key_missing
@@ -132,7 +132,6 @@ class Named(NamedTuple):
 
 
 @app.command("list")
-@with_options
 def list_(
     *,
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this tenant.")] = None,
@@ -179,7 +178,6 @@ def list_(
 
 
 @app.command()
-@with_options
 def inspect(*, named: Named, place: Place, as_json: Json = False) -> None:
     """Show a key with its result, and whether operators deleted it before.
 
@@ -210,7 +208,6 @@ def inspect(*, named: Named, place: Place, as_json: Json = False) -> None:
             --reason "the card was never charged"
     """
 )
-@with_options
 def forget(*, named: Named, reason: Reason = None, yes: Yes = False, place: Place, as_json: Json = False) -> None:
     """Have the key deleted, after a question."""
     name, whose = named.wire(), "" if named.group is None else f" for the group {named.group}"

@@ -35,7 +35,6 @@ from cli.noun import (
     moment,
     named,
     noun,
-    with_options,
 )
 from cli.output import (
     confirm,
@@ -129,7 +128,6 @@ class Rows(NamedTuple):
 
 
 @app.command("list")
-@with_options
 def list_(
     *,
     filters: Filters,
@@ -169,7 +167,6 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
 
 
 @app.command(help=VERBS["requeue"].effect)
-@with_options
 def requeue(
     *,
     ids: Ids = None,
@@ -209,7 +206,7 @@ def change_named(verb: Verb, *, ids: Ids = None, meant: Rows) -> None:
 for _verb in VERBS:
     if _verb != "requeue":
         _without = () if VERBS[_verb].retires else ("force",)
-        app.command(_verb, help=VERBS[_verb].effect)(with_options(partial(change_named, _verb), without=_without))
+        app.command(_verb, help=VERBS[_verb].effect, without=_without)(partial(change_named, _verb))
 
 
 @app.command()
@@ -278,7 +275,6 @@ def resend(
 
 
 @app.command()
-@with_options
 def export(
     *,
     output: Annotated[

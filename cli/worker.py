@@ -30,10 +30,10 @@ from cli.noun import (
     OutboxPlace,
     Reason,
     Since,
+    Verbs,
     Yes,
     chosen_ids,
     noun,
-    with_options,
 )
 from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom._wire import unpublished
@@ -74,7 +74,7 @@ class Filters(NamedTuple):
         return unpublished.RefusedFilter(subject=self.subject, **(self.older_than or {}))
 
 
-def failing(source: str) -> typer.Typer:
+def failing(source: str) -> Verbs:
     """Return the verbs for the `events`, or the `deliveries`, that JetStream does not take."""
     things = unpublished.UNPUBLISHED[source]
     app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
@@ -125,11 +125,11 @@ def failing(source: str) -> typer.Typer:
             as_json=as_json,
         )
 
-    app.command("list")(with_options(list_, without=without))
+    app.command("list", without=without)(list_)
     for verb, table in things.verbs.items():
         help_ = f"{table.effect[:-1]}; `log` shows who did it, and why."
-        app.command(verb, help=help_)(with_options(partial(operate, verb), without=without))
-    app.command()(with_options(log, without=without))
+        app.command(verb, help=help_, without=without)(partial(operate, verb))
+    app.command(without=without)(log)
     return app
 
 
@@ -157,7 +157,6 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
 
 @app.command()
-@with_options
 def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = False) -> None:
     """Show what waits to be published, and since when."""
     query = MeshQuery(mesh=context)
@@ -172,7 +171,6 @@ def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = Fals
 
 
 @app.command(help=unpublished.SOURCES.verbs["redrive"].effect)
-@with_options
 def redrive(
     *,
     since: Since,
