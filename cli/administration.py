@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final, Literal, cast, get_args
 import typer
 
 from cli import completion
-from cli.connect import with_broker, with_daemon
+from cli.connect import with_daemon
 from cli.files import new_file
-from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, file_name, named, noun, with_mesh
+from cli.noun import BrokerPlace, Json, Reach, Socket, Yes, choice, file_name, named, noun
 from cli.output import confirm, json_line, line, listing, note
 from postroom._wire.administration import MemberToken, OperatorRole, OperatorToken, Role
 
@@ -59,25 +59,25 @@ TokenOut = Annotated[
 
 
 @meshes.command("create")
-def create_mesh(*, slug: MeshName, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+def create_mesh(*, slug: MeshName, as_json: Json = False, broker: BrokerPlace) -> None:
     """Create a mesh."""
-    mesh = with_broker(url, token_file, lambda client: client.create_mesh(slug))
+    mesh = broker.ask(lambda client: client.create_mesh(slug))
     json_line(mesh) if as_json else line(f"created mesh {mesh.slug}")
 
 
 @meshes.command("list")
-def list_meshes(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+def list_meshes(*, as_json: Json = False, broker: BrokerPlace) -> None:
     """List the meshes."""
-    found = with_broker(url, token_file, lambda client: client.list_meshes())
+    found = broker.ask(lambda client: client.list_meshes())
     columns = ("MESH", "CREATED")
     listing(found, columns, lambda mesh: (mesh.slug, mesh.created_at), things="meshes", as_json=as_json)
 
 
 @meshes.command("delete")
-def delete_mesh(*, slug: MeshName, yes: Yes = False, url: Url = None, token_file: TokenFile = None) -> None:
+def delete_mesh(*, slug: MeshName, yes: Yes = False, broker: BrokerPlace) -> None:
     """Delete a mesh that has no messages, dead letters or jobs, with its members, topics and queues."""
     confirm(f"Delete the mesh {slug} with its members, topics and queues?", yes=yes)
-    with_broker(url, token_file, lambda client: client.delete_mesh(slug))
+    broker.ask(lambda client: client.delete_mesh(slug))
     line(f"deleted mesh {slug}")
 
 
@@ -92,7 +92,7 @@ def create_member(
 ) -> None:
     """Create a member; its token is shown only once, and stored nowhere."""
     role: Role = "admin" if admin else "member"
-    issue = partial(with_mesh, reach, lambda client, mesh: client.create_member(mesh, name, role))
+    issue = partial(reach.ask, lambda client, mesh: client.create_member(mesh, name, role))
     _issue_token(token_out, issue, as_json=as_json)
 
 
@@ -111,7 +111,7 @@ def rotate_token(
     """Give a member a new token; the old one is refused from then on, unless it is kept."""
     if not keep_old:
         confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
-    issue = partial(with_mesh, reach, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
+    issue = partial(reach.ask, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
     _issue_token(token_out, issue, as_json=as_json)
 
 
@@ -119,7 +119,7 @@ def rotate_token(
 def retire_token(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
     """End the old one of a member's two tokens: what still uses it is refused from then on."""
     confirm(f"End the old token of {name}, so that what still uses it is refused?", yes=yes)
-    with_mesh(reach, lambda client, mesh: client.retire_member_token(mesh, name))
+    reach.ask(lambda client, mesh: client.retire_member_token(mesh, name))
     line(f"the old token of {name} is refused from now on")
 
 
@@ -127,7 +127,7 @@ def retire_token(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
 def list_members(*, as_json: Json = False, reach: Reach) -> None:
     """List the members of a mesh, the revoked ones too."""
     listing(
-        with_mesh(reach, lambda client, mesh: client.list_members(mesh)),
+        reach.ask(lambda client, mesh: client.list_members(mesh)),
         ("MEMBER", "MESH", "ROLE", "CREATED", "REVOKED"),
         lambda member: (member.name, member.mesh, member.role, member.created_at, member.revoked_at),
         things="members",
@@ -139,7 +139,7 @@ def list_members(*, as_json: Json = False, reach: Reach) -> None:
 def revoke_member(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
     """End a member's access permanently; its name stays taken."""
     confirm(f"Revoke {name} permanently?", yes=yes)
-    with_mesh(reach, lambda client, mesh: client.revoke_member(mesh, name))
+    reach.ask(lambda client, mesh: client.revoke_member(mesh, name))
     line(f"revoked {name}")
 
 
@@ -161,12 +161,11 @@ def create_operator(
     ] = None,
     token_out: TokenOut = None,
     as_json: Json = False,
-    url: Url = None,
-    token_file: TokenFile = None,
+    broker: BrokerPlace,
 ) -> None:
     """Create an operator; its token is shown only once, and stored nowhere."""
     may = cast("OperatorRole", role)
-    issue = partial(with_broker, url, token_file, lambda client: client.create_operator(name, may, mesh))
+    issue = partial(broker.ask, lambda client: client.create_operator(name, may, mesh))
     _issue_token(token_out, issue, as_json=as_json)
 
 
@@ -177,20 +176,19 @@ def rotate_operator_token(
     token_out: TokenOut = None,
     yes: Yes = False,
     as_json: Json = False,
-    url: Url = None,
-    token_file: TokenFile = None,
+    broker: BrokerPlace,
 ) -> None:
     """Give an operator a new token; the old one is refused from then on."""
     confirm(f"Replace the token of {name}, so that the old one is refused?", yes=yes)
-    issue = partial(with_broker, url, token_file, lambda client: client.rotate_operator_token(name))
+    issue = partial(broker.ask, lambda client: client.rotate_operator_token(name))
     _issue_token(token_out, issue, as_json=as_json)
 
 
 @operators.command("list")
-def list_operators(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+def list_operators(*, as_json: Json = False, broker: BrokerPlace) -> None:
     """List the operators, the revoked ones too."""
     listing(
-        with_broker(url, token_file, lambda client: client.list_operators()),
+        broker.ask(lambda client: client.list_operators()),
         ("OPERATOR", "ROLE", "MESH", "CREATED", "REVOKED"),
         lambda one: (one.name, one.role, one.mesh or "every mesh", one.created_at, one.revoked_at),
         things="operators",
@@ -199,24 +197,24 @@ def list_operators(*, as_json: Json = False, url: Url = None, token_file: TokenF
 
 
 @operators.command("revoke")
-def revoke_operator(*, name: OperatorName, yes: Yes = False, url: Url = None, token_file: TokenFile = None) -> None:
+def revoke_operator(*, name: OperatorName, yes: Yes = False, broker: BrokerPlace) -> None:
     """End an operator's access permanently; its name stays taken."""
     confirm(f"Revoke {name} permanently?", yes=yes)
-    with_broker(url, token_file, lambda client: client.revoke_operator(name))
+    broker.ask(lambda client: client.revoke_operator(name))
     line(f"revoked {name}")
 
 
 @topics.command("create")
 def create_topic(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
     """Create a topic."""
-    topic = with_mesh(reach, lambda client, mesh: client.create_topic(mesh, name))
+    topic = reach.ask(lambda client, mesh: client.create_topic(mesh, name))
     json_line(topic) if as_json else line(f"created topic {topic.name} in {topic.mesh}")
 
 
 @topics.command("list")
 def list_topics(*, as_json: Json = False, reach: Reach) -> None:
     """List the topics of a mesh."""
-    found = with_mesh(reach, lambda client, mesh: client.list_topics(mesh))
+    found = reach.ask(lambda client, mesh: client.list_topics(mesh))
     columns = ("TOPIC", "MESH", "SUBSCRIBERS", "CREATED")
     listing(found, columns, lambda t: (t.name, t.mesh, t.subscribers, t.created_at), things="topics", as_json=as_json)
 
@@ -225,7 +223,7 @@ def list_topics(*, as_json: Json = False, reach: Reach) -> None:
 def delete_topic(*, name: TopicName, yes: Yes = False, reach: Reach) -> None:
     """Delete a topic and its subscriptions; its messages stay in the history."""
     confirm(f"Delete the topic {name} and its subscriptions?", yes=yes)
-    with_mesh(reach, lambda client, mesh: client.delete_topic(mesh, name))
+    reach.ask(lambda client, mesh: client.delete_topic(mesh, name))
     line(f"deleted topic {name}")
 
 
@@ -237,7 +235,7 @@ def subscribe(
     if member is None:
         made = with_daemon(socket, lambda client: client.subscribe(name))
     else:
-        made = with_mesh(reach, lambda client, mesh: client.subscribe(mesh, name, member))
+        made = reach.ask(lambda client, mesh: client.subscribe(mesh, name, member))
     json_line(made) if as_json else line(f"{made.member} gets {made.topic}")
 
 
@@ -247,14 +245,14 @@ def unsubscribe(*, name: TopicName, member: Subscriber = None, reach: Reach, soc
     if member is None:
         with_daemon(socket, lambda client: client.unsubscribe(name))
     else:
-        with_mesh(reach, lambda client, mesh: client.unsubscribe(mesh, name, member))
+        reach.ask(lambda client, mesh: client.unsubscribe(mesh, name, member))
     line(f"{member or 'the member of this daemon'} is no longer subscribed to {name}")
 
 
 @topics.command()
 def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
     """List the subscribers of a topic."""
-    found = with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name))
+    found = reach.ask(lambda client, mesh: client.list_subscriptions(mesh, name))
     columns = ("MEMBER", "TOPIC", "SINCE")
     listing(found, columns, lambda one: (one.member, one.topic, one.created_at), things="subscribers", as_json=as_json)
 
@@ -270,7 +268,7 @@ def add(
     reach: Reach,
 ) -> None:
     """Post a topic's messages to an address from now on; the secret that signs them is shown only once."""
-    made = with_mesh(reach, lambda client, mesh: client.create_webhook(mesh, topic, address))
+    made = reach.ask(lambda client, mesh: client.create_webhook(mesh, topic, address))
     if as_json:
         json_line(made)
         return
@@ -281,7 +279,7 @@ def add(
 @webhooks.command("list")
 def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -> None:
     """List the webhooks of a topic."""
-    found = with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic))
+    found = reach.ask(lambda client, mesh: client.list_webhooks(mesh, topic))
     columns = ("ID", "TOPIC", "ADDRESS", "CREATED")
     listing(found, columns, lambda w: (w.id, w.topic, w.url, w.created_at), things="webhooks", as_json=as_json)
 
@@ -296,21 +294,21 @@ def remove(
 ) -> None:
     """Stop posting a topic's messages to an address; messages that wait for it are never posted."""
     confirm(f"Remove the webhook {webhook} of {topic}?", yes=yes)
-    with_mesh(reach, lambda client, mesh: client.delete_webhook(mesh, topic, webhook))
+    reach.ask(lambda client, mesh: client.delete_webhook(mesh, topic, webhook))
     line(f"removed webhook {webhook}")
 
 
 @queues.command("create")
 def create_queue(*, name: QueueName, as_json: Json = False, reach: Reach) -> None:
     """Create a queue."""
-    queue = with_mesh(reach, lambda client, mesh: client.create_queue(mesh, name))
+    queue = reach.ask(lambda client, mesh: client.create_queue(mesh, name))
     json_line(queue) if as_json else line(f"created queue {queue.name} in {queue.mesh}")
 
 
 @queues.command("list")
 def list_queues(*, as_json: Json = False, reach: Reach) -> None:
     """List the queues of a mesh."""
-    found = with_mesh(reach, lambda client, mesh: client.list_queues(mesh))
+    found = reach.ask(lambda client, mesh: client.list_queues(mesh))
     columns = ("QUEUE", "MESH", "CREATED")
     listing(found, columns, lambda one: (one.name, one.mesh, one.created_at), things="queues", as_json=as_json)
 
@@ -319,7 +317,7 @@ def list_queues(*, as_json: Json = False, reach: Reach) -> None:
 def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
     """Delete a queue; its messages stay in the history."""
     confirm(f"Delete the queue {name}?", yes=yes)
-    with_mesh(reach, lambda client, mesh: client.delete_queue(mesh, name))
+    reach.ask(lambda client, mesh: client.delete_queue(mesh, name))
     line(f"deleted queue {name}")
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from cli.connect import with_broker
 from cli.noun import All, DryRun, Json, Reach, Reason, Yes
 from cli.output import confirm, json_line, line, note, progress, reason_or_ask
 from postroom._wire.nouns import CHANGES, Noun
@@ -168,7 +167,7 @@ def asking(
                 asked.show(len(total.done))
             return total
 
-        return with_broker(reach.url, reach.token_file, work, timeout=SECONDS)
+        return reach.broker.ask(work, timeout=SECONDS)
 
     return ask
 

@@ -1,8 +1,8 @@
-"""How a verb reaches the daemon or the broker: it passes a function that uses a client, and gets its result."""
+"""How a verb reaches the daemon: it passes a function that uses a client, and gets its result; and a broker's token."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -10,7 +10,7 @@ from cli.files import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom import BrokerClient, Client
+    from postroom import Client
     from postroom.errors import PostroomError
 
 T = TypeVar("T")
@@ -31,33 +31,6 @@ def with_daemon(
             client.health()
     with Client(socket, patience=patience, timeout=timeout) as client:
         return work(client)
-
-
-def with_broker(
-    url: str | None,
-    token_file: Path | None,
-    work: Callable[[BrokerClient], Awaitable[T]],
-    *,
-    patience: float = PATIENCE,
-    timeout: float = TIMEOUT,
-) -> T:
-    """Run `work` with a client of the broker at `url`, with the token in `token_file`."""
-    import asyncio  # noqa: PLC0415
-
-    from postroom import BrokerClient  # noqa: PLC0415
-
-    if url is None:
-        raise Fatal(Exit.USAGE, "no broker is configured: set POSTROOM_BROKER_URL, or --url")
-    token = read_token(token_file)
-
-    async def run() -> T:
-        if timeout > TIMEOUT:  # else one that hangs would be waited for as long as what takes longest
-            async with BrokerClient(url, token, patience=patience, timeout=TIMEOUT) as client:
-                await client.whoami()
-        async with BrokerClient(url, token, patience=patience, timeout=timeout) as client:
-            return await work(client)
-
-    return asyncio.run(run())
 
 
 def advised(error: PostroomError, advice: str) -> PostroomError:

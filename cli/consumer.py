@@ -10,7 +10,6 @@ import typer
 
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
-from cli.connect import with_broker
 from cli.noun import Config, Json, Reach, chosen_ids, noun
 from cli.output import fields, listing, one_by_one
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
@@ -125,7 +124,7 @@ def _find(reach: Reach) -> list[Durable]:
             raise error_for(page.unread)
         return page.consumers
 
-    return with_broker(reach.url, reach.token_file, work)
+    return reach.broker.ask(work)
 
 
 def _cells(one: Durable) -> tuple[Any, ...]:

@@ -10,8 +10,7 @@ import typer
 
 from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
-from cli.connect import with_broker
-from cli.noun import Json, OlderThan, Reach, chosen_ids, mesh_of, noun, with_mesh
+from cli.noun import Json, OlderThan, Reach, chosen_ids, noun
 from cli.output import fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
@@ -75,7 +74,7 @@ def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
                 return page.unread
             query = msgspec.structs.replace(query, cursor=page.next_cursor)
 
-    unread = with_mesh(reach, work, timeout=SECONDS)
+    unread = reach.ask(work, timeout=SECONDS)
     if not as_json and found:
         table(_COLUMNS, map(_cells, found))
     elif not as_json and unread is None:
@@ -97,14 +96,14 @@ def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
             json_line(_members(letter)) if as_json else fields(_members(letter).items())
         return pages[0].unread
 
-    _say_unread(with_mesh(reach, work, timeout=SECONDS))
+    _say_unread(reach.ask(work, timeout=SECONDS))
 
 
 def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each chosen letter; exit code 1 if it failed for some."""
     chosen = chosen_ids(ids)
     check_choice("dead letter", "dlq", chosen, everything=change.everything, filtered=filters != Filters())
-    mesh = with_broker(reach.url, reach.token_file, lambda client: mesh_of(client, reach.mesh))
+    mesh = reach.broker.ask(reach.mesh_of)
     ask = asking(DEAD_LETTERS, verb, LetterFilter(**filters.conditions()), reach, mesh=mesh)
     done, failed, unread = 0, 0, None
     for portion in change_all("dead letter", verb, chosen, change, ask):
@@ -129,7 +128,7 @@ for _verb, _table in DEAD_LETTERS.verbs.items():
 def log(*, reach: Reach, as_json: Json = False) -> None:
     """Show what operators replayed and dropped, and why."""
     listing(
-        with_mesh(reach, lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
+        reach.ask(lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
         _NOTE_COLUMNS,
         lambda note: (note.at, note.act, note.actor, note.message_id, note.new_message_id, note.reason, note.why),
         things="dead letters were settled",

@@ -13,8 +13,8 @@ import typer
 
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
-from cli.connect import advised, with_broker
-from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_mesh
+from cli.connect import advised
+from cli.noun import BrokerPlace, Json, OlderThan, Reach, choice, chosen_ids, noun
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
@@ -152,7 +152,7 @@ def start(
         traceparent=traceparent,
     )
     try:
-        started = with_mesh(reach, lambda client, mesh: client.start_job(wanted(mesh=mesh)))
+        started = reach.ask(lambda client, mesh: client.start_job(wanted(mesh=mesh)))
     except (TryAgain, Unavailable) as error:
         again = f"then repeat it with --job {id_}, which does not start a second job"
         raise advised(error, again) from error
@@ -188,7 +188,7 @@ def list_(
                 return found
             wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
 
-    found = with_broker(reach.url, reach.token_file, work)
+    found = reach.broker.ask(work)
     listing(
         found[:limit],
         COLUMNS,
@@ -209,9 +209,10 @@ def list_(
         note(f"There are more jobs: --limit {2 * limit}")
 
 
-def show(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
+@app.command()
+def show(*, job: JobId, broker: BrokerPlace, as_json: Json = False) -> None:
     """Show a job with its tree: each step's state, tries, ledger, age and request, and what operators did to it."""
-    found = with_broker(reach.url, reach.token_file, lambda client: client.inspect(JOBS, str(job)))
+    found = broker.ask(lambda client: client.inspect(JOBS, str(job)))
     if as_json:
         json_line(found)
         return
@@ -251,9 +252,10 @@ def show(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
         table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))
 
 
-def tree(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
+@app.command()
+def tree(*, job: JobId, broker: BrokerPlace, as_json: Json = False) -> None:
     """Draw the tree of a job: each step and its state; equal neighbours without children are one line."""
-    found = with_broker(reach.url, reach.token_file, lambda client: client.inspect(JOBS, str(job))).activities
+    found = broker.ask(lambda client: client.inspect(JOBS, str(job))).activities
     if as_json:
         for _, activity, _ in draw(found):
             json_line(activity)
@@ -262,6 +264,7 @@ def tree(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
         line(f"{lead}{_step_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
 
 
+@app.command()
 def explain(
     *,
     what: Annotated[
@@ -270,7 +273,7 @@ def explain(
             metavar="LEDGER|ID", help="15 digits as in `postroom jobs show`, or the id of a message or an activity."
         ),
     ],
-    reach: Reach,
+    broker: BrokerPlace,
     as_json: Json = False,
 ) -> None:
     """Explain every digit of a ledger (without a broker), or what a message was for and what is done of it.
@@ -288,12 +291,8 @@ def explain(
         line("")
         table(_DIGITS, meanings)
         return
-    found = with_broker(reach.url, reach.token_file, lambda client: client.explain(what))
+    found = broker.ask(lambda client: client.explain(what))
     one_by_one(found, _show_message, as_json=as_json)
-
-
-for _command in (show, tree, explain):
-    app.command(without=("mesh",))(_command)
 
 
 _EXAMPLES: Final = {

@@ -11,7 +11,7 @@ import typer
 from cli import completion
 from cli.connect import with_daemon
 from cli.main import ending
-from cli.noun import Json, OutboxDatabase, OutboxPlace, Socket, TokenFile, Url, choice, named, noun, recent
+from cli.noun import Json, OutboxPlace, Socket, choice, named, noun, recent
 from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
@@ -62,9 +62,7 @@ def log(
         ),
     ] = None,
     socket: Socket = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    database: OutboxDatabase = None,
+    outbox: OutboxPlace,
     as_json: Json = False,
 ) -> None:
     """Show what operators did at the broker and at this host's daemon, and why, the latest first.
@@ -81,12 +79,10 @@ def log(
     query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, **(since or {}))
 
     def broker() -> list[Placed]:
-        asked = OutboxPlace(database, url, token_file)
-
         def ask(query: LogQuery) -> LogPage:
-            return asked.ask(lambda client: client.list_things(OPERATOR_LOG, query), lambda own: own.log(query))
+            return outbox.ask(lambda client: client.list_things(OPERATOR_LOG, query), lambda own: own.log(query))
 
-        return _latest(ask, query, limit, "broker" if database is None else "application")
+        return _latest(ask, query, limit, "broker" if outbox.database is None else "application")
 
     def daemon() -> list[Placed]:
         path = Path(find_socket(socket))

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.models import TyperPath
 
 from cli import completion
-from cli.connect import TIMEOUT, with_broker
+from cli.connect import PATIENCE, TIMEOUT, read_token
 from cli.output import note
 from postroom.chassis.exits import Exit, Fatal
 
@@ -197,40 +197,64 @@ Mesh = Annotated[
 ]
 
 
-class Reach(NamedTuple):
-    """The mesh, the broker, and the token to ask it with."""
+class BrokerPlace(NamedTuple):
+    """The broker, and the token to ask it with."""
 
-    mesh: Mesh = None
     url: Url = None
     token_file: TokenFile = None
 
+    def ask(
+        self, work: Callable[[BrokerClient], Awaitable[T]], *, patience: float = PATIENCE, timeout: float = TIMEOUT
+    ) -> T:
+        """Run `work` with a client of the broker; `patience` and `timeout` are in seconds."""
+        import asyncio  # noqa: PLC0415
 
-def with_mesh(reach: Reach, work: Callable[[BrokerClient, str], Awaitable[T]], *, timeout: float = TIMEOUT) -> T:
-    """Run `work` with a client of the broker and the mesh: the one named, else the token's."""
+        from postroom import BrokerClient  # noqa: PLC0415
 
-    async def run(client: BrokerClient) -> T:
-        return await work(client, await mesh_of(client, reach.mesh))
+        if (url := self.url) is None:
+            raise Fatal(Exit.USAGE, "no broker is configured: set POSTROOM_BROKER_URL, or --url")
+        token = read_token(self.token_file)
 
-    return with_broker(reach.url, reach.token_file, run, timeout=timeout)
+        async def run() -> T:
+            if timeout > TIMEOUT:  # else one that hangs would be waited for as long as what takes longest
+                async with BrokerClient(url, token, patience=patience, timeout=TIMEOUT) as client:
+                    await client.whoami()
+            async with BrokerClient(url, token, patience=patience, timeout=timeout) as client:
+                return await work(client)
+
+        return asyncio.run(run())
 
 
-async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
-    """Return `mesh`, else that of the token."""
-    if mesh is not None:
-        return mesh
-    caller = await client.whoami()
-    if caller.mesh is None:
-        sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token of {caller.actor} is for every mesh"
-        raise Fatal(Exit.USAGE, sentence)
-    return caller.mesh
+class Reach(NamedTuple):
+    """A mesh of the broker: the one named, else the token's."""
+
+    mesh: Mesh = None
+    broker: BrokerPlace = BrokerPlace()
+
+    def ask(self, work: Callable[[BrokerClient, str], Awaitable[T]], *, timeout: float = TIMEOUT) -> T:
+        """Run `work` with a client of the broker and the mesh."""
+
+        async def run(client: BrokerClient) -> T:
+            return await work(client, await self.mesh_of(client))
+
+        return self.broker.ask(run, timeout=timeout)
+
+    async def mesh_of(self, client: BrokerClient) -> str:
+        """Return the mesh; raises `Fatal` where the token is for every mesh, and none is named."""
+        if self.mesh is not None:
+            return self.mesh
+        caller = await client.whoami()
+        if caller.mesh is None:
+            sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token of {caller.actor} is for every mesh"
+            raise Fatal(Exit.USAGE, sentence)
+        return caller.mesh
 
 
 class OutboxPlace(NamedTuple):
     """Which outbox to ask: that in the broker's database, or one in an application's own, which is read directly."""
 
     database: OutboxDatabase = None
-    url: Url = None
-    token_file: TokenFile = None
+    broker: BrokerPlace = BrokerPlace()
 
     def ask(
         self,
@@ -241,7 +265,7 @@ class OutboxPlace(NamedTuple):
     ) -> T:
         """Ask the broker, or the application's database if one is named."""
         if (database := self.database) is None:
-            return with_broker(self.url, self.token_file, broker, timeout=timeout)
+            return self.broker.ask(broker, timeout=timeout)
         import asyncio  # noqa: PLC0415
 
         from postroom.delivery.applications import open_application  # noqa: PLC0415

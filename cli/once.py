@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get
 import msgspec
 import typer
 
-from cli.connect import with_broker
-from cli.noun import Json, Reason, TokenFile, Url, Yes, choice, noun
+from cli.noun import BrokerPlace, Json, Reason, Yes, choice, noun
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.once import KEYS, KeyDetails, KeyName, KeyNames, KeyPage, KeysQuery, KeyState, key_held, key_missing
@@ -91,13 +90,12 @@ class Place(NamedTuple):
     """Which registry to ask."""
 
     registry: Registry = None
-    url: Url = None
-    token_file: TokenFile = None
+    broker: BrokerPlace = BrokerPlace()
 
     def ask(self, broker: Callable[[BrokerClient], Awaitable[T]], own: Callable[[OwnRegistry], Awaitable[T]]) -> T:
         """Ask the broker for the one in its database, or the registry itself if one is named."""
         if (url := self.registry) is None:
-            return with_broker(self.url, self.token_file, broker)
+            return self.broker.ask(broker)
         from postroom.once.registry import open_store  # noqa: PLC0415
 
         async def run() -> T:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from cli import completion
-from cli.connect import with_broker, with_daemon
-from cli.noun import Config, Json, Reason, Socket, Url, noun, rate
+from cli.connect import with_daemon
+from cli.noun import BrokerPlace, Config, Json, Reason, Socket, Url, noun, rate
 from cli.output import fields, json_line, line, note, reason_or_ask, show_findings, table
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal, Finding
@@ -175,7 +175,7 @@ def features(
     ] = None,
 ) -> None:
     """Show what a running broker supports, and the member that the token belongs to."""
-    answer = with_broker(url, token_file, lambda client: client.features())
+    answer = BrokerPlace(url, token_file).ask(lambda client: client.features())
     if as_json:
         json_line(answer)
         return

@@ -22,7 +22,7 @@ from typing import Annotated, Final
 import typer
 
 from cli.installation import Place, Sight, look
-from cli.noun import Json, Socket, TokenFile, Url, noun
+from cli.noun import BrokerPlace, Json, Socket, noun
 from cli.output import can_draw, line
 from cli.screen import Screen, show_status
 from cli.up import State
@@ -45,8 +45,7 @@ def status(
     *,
     state: State = None,
     socket: Socket = None,
-    url: Url = None,
-    token_file: TokenFile = None,
+    broker: BrokerPlace,
     hour: Annotated[
         bool, typer.Option("--hour", help="Instead: what happened in each minute of the last hour.")
     ] = False,
@@ -59,7 +58,7 @@ def status(
     Exit code 69: something does not run or cannot be asked; 1: something else is wrong, or waits for an operator, as
     dead rows and dead letters do; 0: all is well.
     """
-    show_status(Place(state, socket, url, token_file), as_json=as_json, hour=hour)
+    show_status(Place(state, socket, *broker), as_json=as_json, hour=hour)
 
 
 @app.command()
@@ -73,8 +72,7 @@ def top(
     ] = None,
     state: State = None,
     socket: Socket = None,
-    url: Url = None,
-    token_file: TokenFile = None,
+    broker: BrokerPlace,
 ) -> None:
     """Watch an installation: rates, what waits, what is wrong; d shows daemons, c consumers, h the last hour, q ends.
 
@@ -83,7 +81,7 @@ def top(
     """
     if math.isnan(interval):  # which no bound refuses
         raise Fatal(Exit.USAGE, "--interval is not a number: give seconds, as in 2")
-    place, rates, left = Place(state, socket, url, token_file), Rates(), count
+    place, rates, left = Place(state, socket, *broker), Rates(), count
     if not (sys.stdin.isatty() and can_draw(sys.stdout)):
         while left != 0:
             sight = asyncio.run(look(place))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cli import completion
-from cli.connect import PATIENCE, RESTARTING, TIMEOUT, with_broker
-from cli.noun import Json, Socket, TokenFile, Url, noun
+from cli.connect import PATIENCE, RESTARTING, TIMEOUT
+from cli.noun import BrokerPlace, Json, Socket, noun
 from cli.output import coloured, draw, fold_command, folded, json_line, note
 from postroom.chassis.exits import Exit, Fatal
 
@@ -53,8 +53,7 @@ def trace(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on while it is on its way, and show what is new.")
     ] = False,
-    url: Url = None,
-    token_file: TokenFile = None,
+    broker: BrokerPlace,
     socket: Socket = None,
     as_json: Json = False,
 ) -> None:
@@ -74,7 +73,7 @@ def trace(
     shown: dict[str, Step] = {}
     before: Story | None = None
     while True:
-        story = _ask(id_, url, token_file, socket, PATIENCE if before is None else RESTARTING)
+        story = _ask(id_, broker, socket, PATIENCE if before is None else RESTARTING)
         if story != before:
             if as_json:
                 json_line(story)
@@ -84,7 +83,7 @@ def trace(
         if before is None:
             for problem in story.unread:
                 note(problem.detail)
-            if url is None:
+            if broker.url is None:
                 note("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
         before, shown = story, {step.id: step for step in story.steps}
         waiting = [shown[wait.step] for wait in story.waits if wait.step in shown]
@@ -93,7 +92,7 @@ def trace(
         time.sleep(_LOOK_SECONDS)
 
 
-def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None, patience: float) -> Story:
+def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> Story:
     """Ask the broker, where one is configured, and the daemon of this machine, where there is one.
 
     Each has its `patience`, in seconds: without one of them a story ends too early.
@@ -114,8 +113,8 @@ def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None
         async with client:
             return await follow_trace(id_, broker=ask, daemon=client.trace)
 
-    if url is not None:
-        return with_broker(url, token_file, work, patience=patience)
+    if place.url is not None:
+        return place.ask(work, patience=patience)
     return asyncio.run(work())
 
 

@@ -13,6 +13,7 @@ from support.terminal import Terminal
 from support.zygote import Zygote
 
 from cli import connect
+from cli.noun import BrokerPlace
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,6 @@ def terminal(daemon: LoneDaemon) -> Terminal:
 @pytest.fixture
 def nobody(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A user without a daemon, and without patience."""
-    monkeypatch.setattr(connect, "PATIENCE", 0.1)  # of the broker's clients
+    monkeypatch.setitem(BrokerPlace.ask.__kwdefaults__, "patience", 0.1)
     monkeypatch.setitem(connect.with_daemon.__kwdefaults__, "patience", 0.1)
     return Terminal(short_directory / "nobody.sock")

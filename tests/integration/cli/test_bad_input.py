@@ -21,6 +21,7 @@ from support.mailroom import LoneDaemon
 from support.terminal import Terminal
 
 from cli import connect
+from cli.noun import BrokerPlace
 from postroom._wire.ids import is_client_message_id
 
 WHY = ("--reason", "test", "--yes")
@@ -292,7 +293,7 @@ def hung_broker(directory: Path) -> Iterator[Terminal]:
 def test_a_start_of_a_job_without_an_answer_says_how_to_repeat_it_without_a_second_job(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect.with_broker, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
+    monkeypatch.setattr(BrokerPlace.ask, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
     with hung_broker(short_directory) as there:
         ended = there.run("jobs", "start", "elsewhere", "--first", "extract")
     assert ended.code == 69
@@ -302,7 +303,7 @@ def test_a_start_of_a_job_without_an_answer_says_how_to_repeat_it_without_a_seco
 def test_a_hung_broker_is_given_up_before_the_time_that_a_request_for_many_things_may_take(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "TIMEOUT", 0.1)
+    monkeypatch.setattr("cli.noun.TIMEOUT", 0.1)
     with hung_broker(short_directory) as there:
         for command in (["list"], ["drop", "a", "--reason", "a test", "--yes"]):
             began = time.monotonic()
