@@ -10,6 +10,7 @@ import typer
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
+from cli.worker import ask_worker, become_worker, options
 from postroom._wire.operations import Recent
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
@@ -41,8 +42,6 @@ State = Annotated[
 @app.command()
 def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
     """Handle messages until a signal says stop. Processes of one agent on one host share its store and its work."""
-    from cli.worker import become_worker, options  # noqa: PLC0415
-
     words = options(config=config, tenant=tenant, workspace=workspace)
     become_worker("agent", *words, *([] if agent is None else ["--", agent]))
 
@@ -58,7 +57,6 @@ class Stored(NamedTuple):
 
     def find(self) -> tuple[str, Path]:
         """Return the agent and its store; without a config where both are given."""
-        from cli.worker import ask_worker  # noqa: PLC0415
         from postroom.delivery.agents import database  # noqa: PLC0415
         from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
 
@@ -74,8 +72,6 @@ class Stored(NamedTuple):
 @app.command()
 def replay(*, stored: Stored, as_json: Json = False) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
-    from cli.worker import ask_worker  # noqa: PLC0415
-
     named, database = stored.find()
     found = ask_worker("replay", "--", named, str(database))
     shown = found.pop("shown")

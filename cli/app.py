@@ -2,8 +2,8 @@
 
 A verb's module is imported only when the verb is used. It offers a `typer.Typer` made by `cli.noun.noun()`, called
 `app` where it is the only one: with one command where the noun is the verb itself (`postroom send`), with several
-where it is not (`postroom outbox list`). At its top it imports Typer and the standard library; whatever costs more is
-imported inside the function that needs it.
+where it is not (`postroom outbox list`). What takes long to import, and only some of its verbs need, is imported inside
+the function that needs it.
 """
 
 import importlib

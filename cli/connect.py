@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec.structs import replace
+
 from cli.files import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
@@ -35,8 +37,6 @@ def with_daemon(
 
 def advised(error: PostroomError, advice: str) -> PostroomError:
     """Return the error of a request that may have taken effect, with what makes a second try harmless."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
     return type(error)(replace(error.problem, detail=f"{error}; {advice}"))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from msgspec.structs import replace
 
 from cli.connect import with_daemon
 from cli.noun import Json, Socket, moment, named, noun
 from cli.output import json_line, line, listing_pages
+from postroom import Client, EventsQuery, InboxMessage, InboxQuery
+from postroom._wire.message import parse_destination
+from postroom._wire.sends import MAX_PAGE
 from postroom._wire.words import ago, counted
-
-if TYPE_CHECKING:
-    from postroom import Client, InboxMessage
 
 app = noun("Read what the daemon has received, and follow it.")
 
@@ -41,8 +42,6 @@ class Filters(NamedTuple):
 
     def members(self) -> dict[str, Any]:
         """Return them as the members of a query; raises `InvalidMessage` for what is not a destination."""
-        from postroom._wire.message import parse_destination  # noqa: PLC0415
-
         if self.destination is not None:
             parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
         return self._asdict()
@@ -60,11 +59,6 @@ def list_(
     socket: Socket = None,
 ) -> None:
     """List received messages, oldest first; with --body also their bodies, shortened in a table."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    from postroom import InboxQuery  # noqa: PLC0415
-    from postroom._wire.sends import MAX_PAGE  # noqa: PLC0415
-
     query = InboxQuery(**filters.members())
 
     def cells(message: InboxMessage) -> tuple[Any, ...]:
@@ -87,8 +81,6 @@ def list_(
 @app.command()
 def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> None:
     """Follow what the daemon receives, a line per message, until Ctrl-C; waits while the daemon restarts."""
-    from postroom import EventsQuery, InboxQuery  # noqa: PLC0415
-
     query = EventsQuery(**filters.members())
 
     def work(client: Client) -> None:

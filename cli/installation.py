@@ -14,11 +14,15 @@ from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from cli.connect import read_token
+from cli.stack import Stack
+from cli.stack.layout import Layout, default_state_directory
+from cli.stack.supervisor import supervisor_of
+from embedded import EmbeddedServer, ProcessIdentity
 from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
@@ -38,10 +42,6 @@ from postroom._wire.transport import find_socket
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
-
-if TYPE_CHECKING:
-    from cli.stack import Stack
-    from embedded import EmbeddedServer, ProcessIdentity
 
 T = TypeVar("T")
 
@@ -137,10 +137,6 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
 
 async def _look_at_up(place: Place, sight: Sight) -> Place:
     """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
-    from cli.stack import Stack  # noqa: PLC0415
-    from cli.stack.layout import Layout, default_state_directory  # noqa: PLC0415
-    from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
-
     layout = Layout((place.state or default_state_directory()).absolute())
     elsewhere = place.url is not None or place.socket is not None or _find_socket() is not None
     try:

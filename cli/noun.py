@@ -6,6 +6,7 @@ from standard input (`-`), or all that a filter matches.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import re
@@ -15,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, get_type_hints
 
+import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.models import TyperPath
@@ -22,7 +24,9 @@ from typer.models import TyperPath
 from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, read_token
 from cli.output import note
+from postroom._wire.names import check_name
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import InvalidMessage
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -112,9 +116,6 @@ def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Call
     """Make the check of an argument that is such a name, or of an option that is several."""
 
     def check(value: Any) -> Any:
-        from postroom._wire.names import check_name  # noqa: PLC0415
-        from postroom.errors import InvalidMessage  # noqa: PLC0415
-
         try:
             for name in value if isinstance(value, list) else [value]:
                 if name is not None:
@@ -207,8 +208,6 @@ class BrokerPlace(NamedTuple):
         self, work: Callable[[BrokerClient], Awaitable[T]], *, patience: float = PATIENCE, timeout: float = TIMEOUT
     ) -> T:
         """Run `work` with a client of the broker; `patience` and `timeout` are in seconds."""
-        import asyncio  # noqa: PLC0415
-
         from postroom import BrokerClient  # noqa: PLC0415
 
         if (url := self.url) is None:
@@ -266,8 +265,6 @@ class OutboxPlace(NamedTuple):
         """Ask the broker, or the application's database if one is named."""
         if (database := self.database) is None:
             return self.broker.ask(broker, timeout=timeout)
-        import asyncio  # noqa: PLC0415
-
         from postroom.delivery.applications import open_application  # noqa: PLC0415
 
         async def run() -> T:
@@ -397,8 +394,6 @@ def chosen_ids(arguments: Sequence[str] | None) -> list[str]:
 
 def ids_from_input() -> Iterator[str]:
     """Yield the ids on standard input: one a line, or the `id` of a line of JSON, as `outbox list --json` writes."""
-    import msgspec  # noqa: PLC0415
-
     for number, text in enumerate(iter(lambda: sys.stdin.buffer.readline(MAX_LINE), b""), 1):
         words = text.strip()
         try:

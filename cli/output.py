@@ -18,6 +18,8 @@ from functools import partial
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
+import msgspec
+
 from postroom._wire.trees import Branch, Thing, grow
 from postroom._wire.words import when
 from postroom.chassis.exits import Exit, Fatal, Finding
@@ -131,8 +133,6 @@ def progress(total: int | None = None, *, as_json: bool = False) -> Iterator[Cal
 
 def json_line(value: Any, stream: TextIO | None = None, *, flush: bool = False) -> None:
     """Write one JSON object as a line, to standard output where no stream is named; with `flush` it is seen at once."""
-    import msgspec  # noqa: PLC0415
-
     Progress.erase()
     print(msgspec.json.encode(value, enc_hook=str).decode(), file=stream or sys.stdout, flush=flush)
 

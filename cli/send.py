@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, TextIO
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TextIO
 
 import typer
+from msgspec.structs import replace
 
 from cli import completion
 from cli.connect import RESTARTING, with_daemon
@@ -22,13 +23,14 @@ from cli.files import emptied, open_source, read_source, size_of
 from cli.message import PRIORITIES, body_of, send_one
 from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
 from cli.output import json_line, line, note, progress
+from postroom import Client, SendRequest
+from postroom._wire.arguments import compose
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.message import Priority, decode_request, parse_destination, refuse
+from postroom._wire.sends import BatchResult
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
-
-if TYPE_CHECKING:
-    from postroom import Client, SendRequest
-    from postroom._wire.message import Priority
-    from postroom.errors import Problem
+from postroom.errors import InvalidMessage, Problem
 
 app = noun()
 
@@ -115,8 +117,6 @@ def send(
 
 
 def _destination(to: str | None) -> str:
-    from postroom._wire.message import parse_destination  # noqa: PLC0415
-
     if to is None:
         raise Fatal(Exit.USAGE, "give a destination: topic:NAME, dm:MEMBER or queue:NAME")
     return str(parse_destination(to))
@@ -124,8 +124,6 @@ def _destination(to: str | None) -> str:
 
 def _check_prefix(prefix: str | None) -> None:
     """Refuse what no id of a line can begin with; nothing at all would give every run of everybody the same ids."""
-    from postroom._wire.ids import is_client_message_id  # noqa: PLC0415
-
     if prefix is not None and not (prefix and is_client_message_id(_id(prefix, 1) or "")):
         raise typer.BadParameter(
             f"{prefix!r} begins no id: give 1 to 118 characters of A-Za-z0-9._:~-", param_hint="--id-prefix"
@@ -173,7 +171,6 @@ def moment_of(text: str | None) -> datetime | None:
 
 def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
     """Make the parser for lines that are bodies."""
-    from postroom._wire.arguments import compose  # noqa: PLC0415
 
     def parse(line: bytes, number: int) -> SendRequest:
         _check_length(line)
@@ -184,9 +181,6 @@ def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[byt
 
 def json_lines(id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
     """Make the parser for lines that are whole messages, as `POST /v1/send/batch` takes them."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    from postroom._wire.message import decode_request  # noqa: PLC0415
 
     def parse(line: bytes, number: int) -> SendRequest:
         _check_length(line)
@@ -204,8 +198,6 @@ def _id(prefix: str | None, number: int) -> str | None:
 
 
 def _check_length(line: bytes) -> None:
-    from postroom._wire.message import refuse  # noqa: PLC0415
-
     if len(line) > MAX_LINE:
         refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
 
@@ -265,8 +257,6 @@ class BulkSend:
             show(sum(self.count), str(self.count), place=self._bytes_read)
 
     def _messages(self) -> Iterator[SendRequest]:
-        from postroom.errors import InvalidMessage  # noqa: PLC0415
-
         place = 0
         for number, read in enumerate(self._lines(), 1):
             text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
@@ -293,8 +283,6 @@ class BulkSend:
                 self._bytes_read += len(line)
 
     def _fail(self, number: int, problem: Problem) -> None:
-        from postroom._wire.sends import BatchResult  # noqa: PLC0415
-
         with self._saying:
             self._failed += 1
             if self._as_json:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
@@ -15,13 +17,10 @@ from cli import completion
 from cli.connect import PATIENCE, RESTARTING, TIMEOUT
 from cli.noun import BrokerPlace, Json, Socket, noun
 from cli.output import coloured, draw, fold_command, folded, json_line, note
+from postroom import AsyncClient, BrokerClient, Unavailable
+from postroom._wire.trace import Step, Story, follow_trace
+from postroom._wire.transport import find_socket
 from postroom.chassis.exits import Exit, Fatal
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from postroom import BrokerClient
-    from postroom._wire.trace import Step, Story
 
 app = noun()
 
@@ -65,9 +64,6 @@ def trace(
     """  # noqa: D301 - \b: as it stands
     if not id_:
         raise Fatal(Exit.USAGE, "the id is empty: name a message, a row, an event, a dead letter or a job by its id")
-    from postroom import Unavailable  # noqa: PLC0415
-    from postroom._wire.transport import find_socket  # noqa: PLC0415
-
     with suppress(Unavailable):  # no daemon runs here
         socket = find_socket(socket)  # once: a daemon that is restarted has no socket meanwhile
     shown: dict[str, Step] = {}
@@ -97,10 +93,6 @@ def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> 
 
     Each has its `patience`, in seconds: without one of them a story ends too early.
     """
-    import asyncio  # noqa: PLC0415
-
-    from postroom import AsyncClient, Unavailable  # noqa: PLC0415
-    from postroom._wire.trace import follow_trace  # noqa: PLC0415
 
     async def work(broker: BrokerClient | None = None) -> Story:
         ask = None if broker is None else lambda one, _sender: broker.trace(one)

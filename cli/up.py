@@ -8,15 +8,15 @@ from __future__ import annotations
 import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from cli.noun import Yes, noun
 from cli.output import Progress, confirm, line, note
-
-if TYPE_CHECKING:
-    from cli.stack.layout import Layout
+from cli.stack import Stack, fatal_failures
+from cli.stack import supervisor as supervision
+from cli.stack.layout import Layout, default_state_directory
 
 app = noun()
 downs = noun()
@@ -45,8 +45,6 @@ def up(
 
     Programs that are killed are started again, and all data is kept. `postroom down` stops a detached one.
     """
-    from cli.stack import Stack, fatal_failures  # noqa: PLC0415
-    from cli.stack import supervisor as supervision  # noqa: PLC0415
     from postroom.chassis.runtime import notify  # noqa: PLC0415
 
     layout = layout_of(state)
@@ -91,14 +89,11 @@ def down(
     yes: Yes = False,
 ) -> None:
     """Stop what `postroom up` started in this state directory, and nothing else."""
-    from cli.stack import Stack, fatal_failures  # noqa: PLC0415
-    from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
-
     layout = layout_of(state)
     layout.check()
     if wipe:
         confirm(f"Remove {layout.state} and every message in it?", yes=yes)
-    supervisor = supervisor_of(layout)
+    supervisor = supervision.supervisor_of(layout)
     if supervisor is not None:
         supervisor.end((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, _STOP_SECONDS))
     with fatal_failures():
@@ -113,8 +108,6 @@ def down(
 
 def layout_of(state: Path | None) -> Layout:
     """Return the files of the stack in `state`, or in the default place."""
-    from cli.stack.layout import Layout, default_state_directory  # noqa: PLC0415
-
     return Layout((state or default_state_directory()).absolute())
 
 

@@ -11,18 +11,22 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import typer
 
+from cli.demo.acts import EVENTS, Demo
+from cli.demo.stage import DemoStack, HandledStack, Receiver, Stage
 from cli.noun import noun
-
-if TYPE_CHECKING:
-    from cli.demo.stage import HandledStack, Receiver, Stage
+from cli.stack import fatal_failures
+from cli.stack.layout import Layout
+from cli.stack.supervisor import interruptible, supervising
+from embedded import ProcessIdentity
+from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
 
-S = TypeVar("S", bound="HandledStack")
+S = TypeVar("S", bound=HandledStack)
 
 State = Annotated[
     Path | None,
@@ -35,10 +39,6 @@ _PREFIX: Final = "postroom-demo-"
 @app.command()
 def demo(*, state: State = None) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
-    from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
-    from cli.demo.stage import DemoStack  # noqa: PLC0415
-    from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
-
     if not EVENTS.exists():
         sentence = (
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
@@ -52,12 +52,6 @@ def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver
 
     Raises `Fatal` where `run` says that a number is wrong, and where there is an outbox already.
     """
-    from cli.demo.stage import Receiver, Stage  # noqa: PLC0415
-    from cli.stack import fatal_failures  # noqa: PLC0415
-    from cli.stack.layout import Layout  # noqa: PLC0415
-    from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
-    from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
-
     if state is None:
         sweep()
     place = tempfile.TemporaryDirectory(prefix=_PREFIX) if state is None else nullcontext(state)
@@ -78,9 +72,6 @@ def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver
 
 def sweep() -> None:
     """Remove the files of runs that were killed."""
-    from cli.stack.layout import Layout  # noqa: PLC0415
-    from embedded import ProcessIdentity  # noqa: PLC0415
-
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         owner = ProcessIdentity.read(Layout(directory).pid_file)
         if owner is not None and not owner.alive:

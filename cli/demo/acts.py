@@ -7,7 +7,6 @@ import asyncio
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -39,7 +38,7 @@ class Demo:
         self.stage = stage
         self.receiver = receiver
         self.reported = Reported()
-        self._events = read_events(EVENTS)
+        self._events = [msgspec.json.decode(line, type=SendRequest) for line in EVENTS.read_bytes().splitlines()]
 
     def client(self) -> Client:
         """Return a client that survives a restart of the daemon."""
@@ -243,15 +242,6 @@ class Demo:
 
             wait(arrived, "for every event to arrive")
         self.stage.say("nothing is waiting: the broker has everything", "green")
-
-
-def read_events(file: Path) -> list[SendRequest]:
-    """Read the events, each with an id of its own; raises `Fatal` if the file cannot be read."""
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise Fatal(Exit.FAILED, f"the demo sends {file}, which comes with the source: {error.strerror}") from error
-    return [msgspec.json.decode(line, type=SendRequest) for line in lines]
 
 
 def _gated(events: Sequence[SendRequest], half: int, gate: threading.Event) -> Iterator[SendRequest]:

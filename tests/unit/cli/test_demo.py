@@ -13,7 +13,7 @@ from postroom.chassis.exits import Exit
 def test_without_the_source_tree_the_demo_says_where_it_can_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cli.demo.acts.EVENTS", tmp_path / "events.ndjson")
+    monkeypatch.setattr("cli.demo.EVENTS", tmp_path / "events.ndjson")
     assert main.run(["demo", "--state", str(tmp_path / "new")]) == Exit.UNAVAILABLE
     said = capsys.readouterr().err
     assert "make demo" in said
