@@ -111,9 +111,7 @@ def verify(
 @app.command()
 def trace(
     *,
-    message: Annotated[
-        str, typer.Option("--message", metavar="ID", help="The id of a message that it took, or that it emitted.")
-    ],
+    message: Annotated[str, typer.Option(metavar="ID", help="The id of a message that it took, or that it emitted.")],
     stored: Stored,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
-from cli.noun import Config, Json, Reach, chosen_ids, noun
+from cli.noun import Config, Json, Reach, chosen_ids, noun, several
 from cli.output import fields, listing, one_by_one
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom._wire.words import ago
@@ -28,31 +28,23 @@ COLUMNS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "LAST SE
 class Described(NamedTuple):
     """A consumer without a file."""
 
-    context: Annotated[
-        str | None, typer.Option("--context", help="Without a file: the mesh whose events.", metavar="SLUG")
-    ] = None
+    context: Annotated[str | None, typer.Option(help="Without a file: the mesh whose events.", metavar="SLUG")] = None
     name: Annotated[
         str | None,
-        typer.Option(
-            "--name", help="Without a file: the consumer's name; consumers of one name share the work.", metavar="NAME"
-        ),
+        typer.Option(help="Without a file: the consumer's name; consumers of one name share the work.", metavar="NAME"),
     ] = None
     handler: Annotated[
-        str | None, typer.Option("--handler", help="Without a file: where messages are posted to.", metavar="URL")
+        str | None, typer.Option(help="Without a file: where messages are posted to.", metavar="URL")
     ] = None
     stream: Annotated[
-        str | None,
-        typer.Option("--stream", help="Without a file: the stream [default: <CONTEXT>_EVENTS].", metavar="NAME"),
+        str | None, typer.Option(help="Without a file: the stream [default: <CONTEXT>_EVENTS].", metavar="NAME")
     ] = None
     subject: Annotated[
-        list[str] | None,
-        typer.Option("--subject", help="Without a file: only these subjects [default: all].", metavar="FILTER"),
+        list[str] | None, typer.Option(help="Without a file: only these subjects [default: all].", metavar="FILTER")
     ] = None
     secret_file: Annotated[
         Path | None,
-        typer.Option(
-            "--secret-file", help="Without a file: the secret that signs requests [default: unsigned].", metavar="FILE"
-        ),
+        typer.Option(help="Without a file: the secret that signs requests [default: unsigned].", metavar="FILE"),
     ] = None
 
 
@@ -83,20 +75,13 @@ def show(
     one_by_one(found, _show, as_json=as_json)
 
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[NAME]...",
-        help="Consumers, or STREAM/NAME; `-` reads them from standard input.",
-        autocompletion=completion.consumers,
-    ),
-]
+Names = Annotated[list[str] | None, several("Consumers, or STREAM/NAME", completion.consumers, "[NAME]...")]
 
 
 class Filters(NamedTuple):
     """The conditions that consumers match."""
 
-    stream: Annotated[str | None, typer.Option("--stream", metavar="NAME", help="Only those of this stream.")] = None
+    stream: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this stream.")] = None
 
 
 def operate(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:

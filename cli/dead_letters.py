@@ -10,7 +10,7 @@ import typer
 
 from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
-from cli.noun import Json, OlderThan, Reach, chosen_ids, noun
+from cli.noun import Json, OlderThan, Reach, chosen_ids, noun, several
 from cli.output import fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 app = noun("See, replay and drop messages that could not be handled.")
 
-Ids = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[ID]...",
-        help="Dead letters by id or message id; `-` reads them from standard input.",
-        autocompletion=completion.letters,
-    ),
-]
+Ids = Annotated[list[str] | None, several("Dead letters by id or message id", completion.letters)]
 
 PAGE: Final = CHANGES  # letters asked for at once
 _COLUMNS: Final = ("ID", "MESSAGE ID", "SUBJECT", "REASON", "TRIES", "AGE", "CONSUMER", "LAST ERROR")
@@ -41,14 +34,13 @@ class Filters(NamedTuple):
     """The conditions that letters match."""
 
     subject: Annotated[
-        str | None, typer.Option("--subject", metavar="SUBJECT", help="Only from this subject; * and > as in NATS.")
+        str | None, typer.Option(metavar="SUBJECT", help="Only from this subject; * and > as in NATS.")
     ] = None
-    code: Annotated[
-        str | None, typer.Option("--code", metavar="REASON", help="Only with this reason, such as max_deliver.")
-    ] = None
+    code: Annotated[str | None, typer.Option(metavar="REASON", help="Only with this reason, such as max_deliver.")] = (
+        None
+    )
     consumer: Annotated[
-        str | None,
-        typer.Option("--consumer", metavar="NAME", help="Only of this consumer.", autocompletion=completion.consumers),
+        str | None, typer.Option(metavar="NAME", help="Only of this consumer.", autocompletion=completion.consumers)
     ] = None
     older_than: OlderThan = None
 

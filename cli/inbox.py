@@ -10,8 +10,8 @@ import typer
 from msgspec.structs import replace
 
 from cli.connect import with_daemon
-from cli.noun import Json, Socket, moment, named, noun
-from cli.output import json_line, line, listing_pages
+from cli.noun import Json, Paging, Socket, moment, named, noun
+from cli.output import json_line, line
 from postroom import Client, EventsQuery, InboxMessage, InboxQuery
 from postroom._wire.message import parse_destination
 from postroom._wire.sends import MAX_PAGE
@@ -29,9 +29,7 @@ class Filters(NamedTuple):
 
     since: Annotated[
         datetime | None,
-        typer.Option(
-            "--since", parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"
-        ),
+        typer.Option(parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"),
     ] = None
     sender: Annotated[
         str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member"))
@@ -51,9 +49,7 @@ class Filters(NamedTuple):
 def list_(
     *,
     filters: Filters,
-    limit: Annotated[int, typer.Option(min=1, help="How many messages to show.")] = 50,
-    everything: Annotated[bool, typer.Option("--all", help="All messages, without a limit.")] = False,
-    cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
+    paging: Paging,
     body: Annotated[bool, typer.Option("--body", help="Show the bodies too.")] = False,
     as_json: Json = False,
     socket: Socket = None,
@@ -72,8 +68,8 @@ def list_(
                 return page.messages, page.next_cursor
             return [replace(one, body=None, body_base64=None, meta=None) for one in page.messages], page.next_cursor
 
-        columns, most = (*_COLUMNS, "BODY") if body else _COLUMNS, None if everything else limit
-        listing_pages(ask, columns, cells, things="messages", size=MAX_PAGE, limit=most, cursor=cursor, as_json=as_json)
+        columns = (*_COLUMNS, "BODY") if body else _COLUMNS
+        paging.show(ask, columns, cells, things="messages", size=MAX_PAGE, as_json=as_json)
 
     with_daemon(socket, work)
 

@@ -14,7 +14,7 @@ import typer
 from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import advised
-from cli.noun import BrokerPlace, Json, OlderThan, Reach, choice, chosen_ids, noun
+from cli.noun import BrokerPlace, Json, OlderThan, Reach, choice, chosen_ids, noun, several
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
@@ -48,12 +48,7 @@ JobId = Annotated[
         autocompletion=completion.jobs,
     ),
 ]
-Jobs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[JOB]...", help="Jobs by id; `-` reads them from standard input.", autocompletion=completion.jobs
-    ),
-]
+Jobs = Annotated[list[str] | None, several("Jobs by id", completion.jobs, "[JOB]...")]
 
 COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
 STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
@@ -78,7 +73,7 @@ class Filters(NamedTuple):
             help="Only those that are running, closed, completed, failed or cancelled.",
         ),
     ] = None
-    flow: Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")] = None
+    flow: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this flow.")] = None
     older_than: OlderThan = None
 
     def conditions(self) -> dict[str, Any]:
@@ -93,20 +88,16 @@ def start(
         str, typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow; with --first, its name.")
     ],
     request: Annotated[
-        str,
-        typer.Option("--request", metavar="JSON", help="The request of its first activity; `-` reads standard input."),
+        str, typer.Option(metavar="JSON", help="The request of its first activity; `-` reads standard input.")
     ] = "null",
     job: Annotated[
-        UUID | None,
-        typer.Option("--job", parser=_uuid, metavar="UUID", help="The job's id: a repeated start starts it once."),
+        UUID | None, typer.Option(parser=_uuid, metavar="UUID", help="The job's id: a repeated start starts it once.")
     ] = None,
     first: Annotated[
-        str | None,
-        typer.Option("--first", metavar="NAME", help="Its first activity: the flow's code need not be here then."),
+        str | None, typer.Option(metavar="NAME", help="Its first activity: the flow's code need not be here then.")
     ] = None,
     threshold: Annotated[
-        int | None,
-        typer.Option("--threshold", min=0, metavar="N", help="With --first: the flow's threshold [default: 0]."),
+        int | None, typer.Option(min=0, metavar="N", help="With --first: the flow's threshold [default: 0].")
     ] = None,
     traceparent: Annotated[
         str | None,

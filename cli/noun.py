@@ -23,7 +23,7 @@ from typer.models import TyperPath
 
 from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, read_token
-from cli.output import note
+from cli.output import json_line, listing, note
 from postroom._wire.names import check_name
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage
@@ -196,6 +196,51 @@ Mesh = Annotated[
         autocompletion=completion.meshes,
     ),
 ]
+
+
+def several(help_text: str, offered: Any, metavar: str = "[ID]...") -> Any:
+    """Describe the argument that names things, of which a shell offers some."""
+    help_text += "; `-` reads them from standard input."
+    return typer.Argument(metavar=metavar, help=help_text, autocompletion=offered)
+
+
+class Paging(NamedTuple):
+    """How much of a list is shown, and where it begins."""
+
+    limit: Annotated[int, typer.Option(min=1, help="How many to show.")] = 50
+    everything: Annotated[bool, typer.Option("--all", help="All of them, without a limit.")] = False
+    cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None
+
+    def show(
+        self,
+        ask: Callable[[str | None, int], tuple[Sequence[T], str | None]],
+        columns: Sequence[str],
+        cells: Callable[[T], Sequence[Any]],
+        *,
+        things: str,
+        size: int,
+        as_json: bool,
+    ) -> None:
+        """Write a list that `ask` returns page by page, of at most `size`, each with the cursor of the next.
+
+        What goes on after the last page is said beside the list.
+        """
+        shown: list[T] = []
+        count, cursor = 0, self.cursor
+        while True:
+            items, cursor = ask(cursor, size if self.everything else min(size, self.limit - count))
+            count += len(items)
+            if as_json:
+                for item in items:
+                    json_line(item)
+            else:
+                shown += items
+            if cursor is None or (count == self.limit and not self.everything):
+                break
+        if not as_json:
+            listing(shown, columns, cells, things=things, as_json=False)
+        if cursor is not None:
+            note(f"There are more {things}: --all, or --cursor {cursor}")
 
 
 class BrokerPlace(NamedTuple):

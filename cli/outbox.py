@@ -26,6 +26,7 @@ from cli.noun import (
     Json,
     OlderThan,
     OutboxDatabase,
+    Paging,
     Reason,
     Socket,
     Yes,
@@ -35,13 +36,13 @@ from cli.noun import (
     moment,
     named,
     noun,
+    several,
 )
 from cli.output import (
     confirm,
     fields,
     json_line,
     line,
-    listing_pages,
     note,
     one_by_one,
     progress,
@@ -63,14 +64,7 @@ if TYPE_CHECKING:
 
 app = noun("See and repair what the daemon keeps.")
 
-Ids = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[ID]...",
-        help="Rows by row id or client_message_id; `-` reads them from standard input.",
-        autocompletion=completion.rows,
-    ),
-]
+Ids = Annotated[list[str] | None, several("Rows by row id or client_message_id", completion.rows)]
 Force = Annotated[
     bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
 ]
@@ -131,9 +125,7 @@ class Rows(NamedTuple):
 def list_(
     *,
     filters: Filters,
-    limit: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 50,
-    everything: Annotated[bool, typer.Option("--all", help="All rows, without a limit.")] = False,
-    cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
+    paging: Paging,
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
@@ -150,8 +142,7 @@ def list_(
             page = client.list_rows(replace(query, cursor=after, limit=size))
             return page.rows, page.next_cursor
 
-        most = None if everything else limit
-        listing_pages(ask, _COLUMNS, cells, things="rows", size=MAX_PAGE, limit=most, cursor=cursor, as_json=as_json)
+        paging.show(ask, _COLUMNS, cells, things="rows", size=MAX_PAGE, as_json=as_json)
 
     with_daemon(socket, work)
 

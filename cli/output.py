@@ -62,6 +62,11 @@ def coloured() -> bool:
     return can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
 
 
+def line_width() -> int:
+    """Return how many columns a line may have: those of the terminal, or any number of them."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
 def printable(text: str) -> str:
     """Escape every control character, so that a row's content can't steer the reader's terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
@@ -226,39 +231,6 @@ def listing(
         line(f"no {things}")
 
 
-def listing_pages(
-    ask: Callable[[str | None, int], tuple[Sequence[T], str | None]],
-    columns: Sequence[str],
-    cells: Callable[[T], Sequence[Any]],
-    *,
-    things: str,
-    size: int,
-    limit: int | None,
-    cursor: str | None,
-    as_json: bool,
-) -> None:
-    """Write a list that `ask` returns page by page, of at most `size`, each with the cursor of the next.
-
-    It begins at `cursor` and ends after `limit` things (None: never); what goes on then is said beside the list.
-    """
-    shown: list[T] = []
-    count = 0
-    while True:
-        items, cursor = ask(cursor, size if limit is None else min(size, limit - count))
-        count += len(items)
-        if as_json:
-            for item in items:
-                json_line(item)
-        else:
-            shown += items
-        if cursor is None or count == limit:
-            break
-    if not as_json:
-        listing(shown, columns, cells, things=things, as_json=False)
-    if cursor is not None:
-        note(f"There are more {things}: --all, or --cursor {cursor}")
-
-
 def one_by_one(items: Iterable[T], show: Callable[[T], None], *, as_json: bool) -> None:
     """Write things whole: as JSON lines, or as `show` does, with an empty line between two."""
     for number, item in enumerate(items):
@@ -287,8 +259,7 @@ def fields(pairs: Iterable[tuple[str, Any]]) -> None:
 
     cells = [(_text(name), _cell(value)) for name, value in pairs if value is not None]
     left = max((len(name) for name, _ in cells), default=0) + 2
-    room = max(shutil.get_terminal_size().columns - left, _SENTENCE) if sys.stdout.isatty() else sys.maxsize
-    words = textwrap.TextWrapper(room, break_on_hyphens=False, break_long_words=False)
+    words = textwrap.TextWrapper(max(line_width() - left, _SENTENCE), break_on_hyphens=False, break_long_words=False)
     drawn = [
         Text(begin.ljust(left)).append(part, cell.style)
         for name, cell in cells
@@ -299,7 +270,7 @@ def fields(pairs: Iterable[tuple[str, Any]]) -> None:
 
 def tree(root: str, branches: Iterable[str]) -> None:
     """Draw a chain: each branch grows out of the one before; on a terminal it folds."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    width = line_width()
     stem, below = _LAST
     for depth, text in enumerate([root, *branches]):
         first = below * (depth - 1) + stem if depth else ""

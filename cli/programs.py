@@ -167,7 +167,6 @@ def features(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file",
             envvar=["POSTROOM_BROKER_TOKEN_FILE", "POSTROOM_ADMIN_TOKEN_FILE"],  # an administrator's has no features
             help="The file with the token of a member.",
             metavar="FILE",

@@ -5,7 +5,6 @@ On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; 
 
 import asyncio
 import math
-import shutil
 import sys
 import textwrap
 from collections import Counter
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import coloured, fold_command, folded, json_line, note, printable
+from cli.output import coloured, fold_command, folded, json_line, line_width, note, printable
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import ago, counted
@@ -48,9 +47,8 @@ class Screen:
     """How wide the lines are, how many rows a table has, and whether there are colours."""
 
     def __init__(self, rows: int = _ROWS) -> None:
-        on_terminal = sys.stdout.isatty()
-        self._width = shutil.get_terminal_size().columns if on_terminal else 10_000
-        self._rows = rows if on_terminal else 10_000
+        self._width = line_width()
+        self._rows = rows if sys.stdout.isatty() else sys.maxsize
         self._colours = coloured()
 
     def installation(self, sight: Sight) -> Iterator[str]:

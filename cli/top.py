@@ -65,10 +65,10 @@ def status(
 def top(
     *,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.", metavar="SECONDS")
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.", metavar="SECONDS")
     ] = 2.0,
     count: Annotated[
-        int | None, typer.Option("--count", min=1, help="End after that many looks [default: never].", metavar="N")
+        int | None, typer.Option(min=1, help="End after that many looks [default: never].", metavar="N")
     ] = None,
     state: State = None,
     socket: Socket = None,

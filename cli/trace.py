@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import typer
 from cli import completion
 from cli.connect import PATIENCE, RESTARTING, TIMEOUT
 from cli.noun import BrokerPlace, Json, Socket, noun
-from cli.output import coloured, draw, fold_command, folded, json_line, note
+from cli.output import coloured, draw, fold_command, folded, json_line, line_width, note
 from postroom import AsyncClient, BrokerClient, Unavailable
 from postroom._wire.trace import Step, Story, follow_trace
 from postroom._wire.transport import find_socket
@@ -112,7 +111,7 @@ def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> 
 
 def show_story(story: Story, fresh: list[str]) -> None:
     """Write where the story stops, then its tree; of what was shown before, only what is `fresh`."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    width = line_width()
     outcomes = {step.id: step.outcome for step in story.steps}
     for wait in story.waits:
         _write(f"waits: {wait.why}", "", "       ", width, _COLOURS.get(outcomes.get(wait.step, "")))

@@ -34,6 +34,7 @@ from cli.noun import (
     Yes,
     chosen_ids,
     noun,
+    several,
 )
 from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom._wire import unpublished
@@ -49,12 +50,7 @@ if TYPE_CHECKING:
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
 ]
-Ids = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[ID]...", help="Which; `-` reads ids from standard input.", autocompletion=completion.failing
-    ),
-]
+Ids = Annotated[list[str] | None, several("Which, by id", completion.failing)]
 
 _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
@@ -66,7 +62,7 @@ _SAID: Final = "postroom: "  # before the sentence with which it ends
 class Filters(NamedTuple):
     """The conditions that refused messages match."""
 
-    subject: Annotated[str | None, typer.Option("--subject", metavar="SUBJECT", help="Only with this subject.")] = None
+    subject: Annotated[str | None, typer.Option(metavar="SUBJECT", help="Only with this subject.")] = None
     older_than: OlderThan = None
 
     def refused(self) -> unpublished.RefusedFilter:
