@@ -5,13 +5,14 @@ The table of routes says who may call; `own_mesh` checks here that a member stay
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, Authentication, Member, digest, new_token, own_mesh
 from broker.database import QUERIES, Database
-from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Nats, changing, missing
+from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Handlers, Nats, changing, missing
 from broker.requests import decode_body
 from postroom._wire import administration as api
 from postroom._wire.dead_letters import LetterFilter
@@ -48,13 +49,12 @@ _KINDS: Final = {
 }  # fmt: skip
 
 
-class Administration:
+@dataclass(frozen=True, eq=False)
+class Administration(Handlers):
     """The handlers of the administration routes."""
 
-    def __init__(self, database: Database, authentication: Authentication, nats: Nats) -> None:
-        self._database = database
-        self._authentication = authentication
-        self._nats = nats
+    _authentication: Authentication
+    _nats: Nats
 
     async def whoami(self, request: web.Request) -> web.Response:
         """`GET /v1/whoami`."""
@@ -118,7 +118,7 @@ class Administration:
 
     async def list_members(self, request: web.Request) -> web.Response:
         """`GET /v1/members?mesh=`."""
-        mesh = _asked_mesh(request)
+        mesh = asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_members"], await _mesh_id(connection, mesh))
         return json_response(api.MemberList(members=[api.Member(mesh=mesh, **row) for row in rows]))
@@ -244,7 +244,7 @@ class Destinations:
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/topics?mesh=`, say."""
-        mesh = _asked_mesh(request)
+        mesh = asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
         found = [self._kind.thing(mesh=mesh, **row) for row in rows]
@@ -259,12 +259,11 @@ class Destinations:
         return web.Response(status=204)
 
 
-class Operators:
+@dataclass(frozen=True, eq=False)
+class Operators(Handlers):
     """The handlers of the routes of operators."""
 
-    def __init__(self, database: Database, authentication: Authentication) -> None:
-        self._database = database
-        self._authentication = authentication
+    _authentication: Authentication
 
     async def create_operator(self, request: web.Request) -> web.Response:
         """`POST /v1/operators`: the answer is the only place where the token is shown."""
@@ -303,12 +302,11 @@ class Operators:
         return json_response(api.OperatorToken(name=name, token=token, **row))
 
 
-class Webhooks:
+@dataclass(frozen=True, eq=False)
+class Webhooks(Handlers):
     """The handlers of the webhook routes."""
 
-    def __init__(self, database: Database, guard: Guard) -> None:
-        self._database = database
-        self._guard = guard
+    _guard: Guard
 
     async def create_webhook(self, request: web.Request) -> web.Response:
         """`POST /v1/topics/{mesh}/{name}/webhooks`: the answer is the only place where the secret is shown."""
@@ -347,7 +345,8 @@ class Webhooks:
         return web.Response(status=204)
 
 
-def _asked_mesh(request: web.Request) -> str:
+def asked_mesh(request: web.Request) -> str:
+    """Return the mesh in the query, or the caller's own."""
     return own_mesh(request[PRINCIPAL], decode_query(request, api.MeshQuery).mesh)
 
 

@@ -6,17 +6,17 @@ are in streams alone, and a replay is published: both need NATS. Without it only
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from broker.administration import path_mesh
+from broker.administration import asked_mesh, path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
-from broker.database import Database, unavailable_as_503
-from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Nats, check_mesh, keep_lines
+from broker.database import unavailable_as_503
+from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Handlers, Nats, check_mesh, keep_lines
 from broker.requests import decode_body
-from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import (
     DEAD_LETTERS,
     Letter,
@@ -37,12 +37,11 @@ _MOST_LETTERS: Final = 100_000  # that one request for causes reads: a few secon
 _MOST_CAUSES: Final = 100
 
 
-class DeadLetters:
+@dataclass(frozen=True, eq=False)
+class DeadLetters(Handlers):
     """The handlers of the routes of dead letters."""
 
-    def __init__(self, database: Database, nats: Nats) -> None:
-        self._database = database
-        self._nats = nats
+    _nats: Nats
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters`: never a payload."""
@@ -54,8 +53,7 @@ class DeadLetters:
 
     async def causes(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/causes`: an example of each, without its payload."""
-        mesh = own_mesh(request[PRINCIPAL], decode_query(request, MeshQuery).mesh)
-        async with self._opened(request, mesh) as (letters, unread):
+        async with self._opened(request, asked_mesh(request)) as (letters, unread):
             causes, more = await letters.causes(_MOST_LETTERS)
         more |= len(causes) > _MOST_CAUSES
         return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=unread))
@@ -69,8 +67,7 @@ class DeadLetters:
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/log`."""
-        mesh = own_mesh(request[PRINCIPAL], decode_query(request, MeshQuery).mesh)
-        async with self._opened(request, mesh) as (letters, _):
+        async with self._opened(request, asked_mesh(request)) as (letters, _):
             return json_response(LetterLog(notes=await letters.notes()))
 
     async def counts(self, request: web.Request) -> web.Response:

@@ -22,6 +22,7 @@ disconnected.
 
 import asyncio
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -31,8 +32,8 @@ from aiohttp import web
 
 from broker.accept import AcceptService, answer_taken
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
-from broker.database import QUERIES, Database
-from broker.operator import missing
+from broker.database import QUERIES
+from broker.operator import Handlers, missing
 from broker.shares import Slices
 from broker.store import find_taken
 from postroom._wire import administration as api
@@ -53,12 +54,11 @@ _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 
 
-class History:
+@dataclass(frozen=True, eq=False)
+class History(Handlers):
     """The handlers of the history routes."""
 
-    def __init__(self, database: Database, slices: Slices) -> None:
-        self._database = database
-        self._slices = slices
+    _slices: Slices
 
     async def list_messages(self, request: web.Request) -> web.Response:
         """`GET /v1/history?mesh=&after=&limit=&destination=&incarnation=`."""
@@ -190,12 +190,11 @@ def _reader(principal: Principal) -> int | None:
     return principal.member_id if isinstance(principal, Member) and principal.role == "member" else None
 
 
-class LookUp:
+@dataclass(frozen=True, eq=False)
+class LookUp(Handlers):
     """Answers for ids; one for the whole process."""
 
-    def __init__(self, database: Database, accepting: AcceptService) -> None:
-        self._database = database
-        self._accepting = accepting
+    _accepting: AcceptService
 
     async def accepted(self, sender: Member, asked: AcceptedQuery) -> AcceptResponse:
         """Answer for each message, in order: 200 where it was accepted, 404 where it was not, 409 for a used id.

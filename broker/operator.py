@@ -9,6 +9,7 @@ in the transaction of its change: what cannot be logged is not done.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -70,11 +71,11 @@ class Nats:
             await nats.close()
 
 
+@dataclass(frozen=True, eq=False)
 class Handlers:
-    """The handlers of a noun whose things are in Postgres alone."""
+    """The handlers of routes whose things are in Postgres; others say what else they ask."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    _database: Database
 
 
 def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:

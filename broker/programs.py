@@ -82,7 +82,7 @@ class Health:
 
     async def state(self) -> BrokerHealth:
         """Return whether it can accept now, and what is wrong."""
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="health")
         return await asyncio.shield(self._looking)
 
@@ -110,12 +110,6 @@ class Health:
         return run()
 
     async def _look(self) -> BrokerHealth:
-        try:
-            return await self._check()
-        finally:
-            self._looking = None
-
-    async def _check(self) -> BrokerHealth:
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 trouble = await self._database.trouble()

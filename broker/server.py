@@ -95,8 +95,10 @@ async def serving(services: Services) -> AsyncIterator[str]:
     Raises `Fatal`: 69 where the address is taken or a process answers on the socket, 78 where certificate and key do
     not match, the key is open to others or has a passphrase, or the socket cannot be created.
     """
-    config = services.config
-    tls = _tls(config)
+    config, tls = services.config, None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert", "tls_key")
     async with AsyncExitStack() as stack:
         served = running(
             build(services),
@@ -115,11 +117,3 @@ async def serving(services: Services) -> AsyncIterator[str]:
             sock.setblocking(False)
             await web.SockSite(runner, sock, ssl_context=tls).start()
             yield f"unix://{config.socket_path}"
-
-
-def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert", "tls_key")
-    return tls

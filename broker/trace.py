@@ -10,6 +10,7 @@ an admin of the mesh.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 from uuid import UUID
@@ -20,8 +21,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from broker.authentication import PRINCIPAL, Member, Principal, member_of
-from broker.database import Database
-from broker.operator import BRIEFLY, Nats
+from broker.operator import BRIEFLY, Handlers, Nats
 from broker.requests import decode_body
 from broker.takers import MOST, ROUNDS, Draft, Published, Taker, Takers
 from postroom._wire.dead_letters import DeadLetter
@@ -57,12 +57,11 @@ _OF_ACTIVITY: Final[Mapping[str, Outcome]] = {
 }
 
 
-class Traces:
+@dataclass(frozen=True, eq=False)
+class Traces(Handlers):
     """The handlers of the routes."""
 
-    def __init__(self, database: Database, nats: Nats) -> None:
-        self._database = database
-        self._nats = nats
+    _nats: Nats
 
     async def trace(self, request: web.Request) -> web.Response:
         """`GET /v1/trace/{id}`."""

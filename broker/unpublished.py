@@ -4,6 +4,7 @@ The rules are docs/contract/delivery.md#delivery-24, #delivery-27 and #delivery-
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from aiohttp import web
@@ -11,7 +12,6 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
-from broker.database import Database
 from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire import unpublished
@@ -28,12 +28,11 @@ from postroom.delivery.publication import postgres
 from postroom.errors import PostroomError
 
 
-class Unpublished:
+@dataclass(frozen=True, eq=False)
+class Unpublished(Handlers):
     """The handlers of the routes of one source's refused events or deliveries."""
 
-    def __init__(self, database: Database, source: postgres.Table) -> None:
-        self._database = database
-        self._source = source
+    _source: postgres.Table
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>`."""
@@ -77,12 +76,11 @@ async def _check_context(connection: Connection, context: str | None) -> None:
         await check_mesh(connection, context)
 
 
-class Consumers:
+@dataclass(frozen=True, eq=False)
+class Consumers(Handlers):
     """The handlers of the routes of consumers."""
 
-    def __init__(self, database: Database, nats: Nats) -> None:
-        self._database = database
-        self._nats = nats
+    _nats: Nats
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/consumers`: what NATS, and its record in Postgres, know of each."""
