@@ -22,14 +22,7 @@ from broker.store import AcceptStore, MessageIds
 from postroom.chassis.config import show_certificate
 from postroom.chassis.listener import listening, remove, running, unix_listener
 from postroom.chassis.postgres import letting_go
-from postroom.chassis.runtime import (
-    answer_watchdog,
-    notify,
-    run_until_stopped,
-    spare_descriptors,
-    stop_on_signals,
-    watchdog_seconds,
-)
+from postroom.chassis.runtime import notify, run_until_stopped, spare_descriptors, stop_on_signals
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.settings import networks_of
 
@@ -54,8 +47,6 @@ async def run(config: BrokerConfig) -> None:
         tasks: dict[str, Coroutine[Any, Any, None]] = {"reports": services.health.reporting(url)}
         if services.config.retention.sweep:
             tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
-        if (seconds := watchdog_seconds()) is not None:
-            tasks["watchdog"] = answer_watchdog(seconds / 2)
         await run_until_stopped(tasks, stop)
         notify("STOPPING=1")
 

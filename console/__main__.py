@@ -3,10 +3,9 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -41,10 +40,7 @@ async def run(config: ConsoleConfig) -> Exit:
         url = await listening(runner, config.listen_host, config.listen_port)
         _log.info("listening", url=url, broker=config.broker_url)
         runtime.notify(f"READY=1\nSTATUS=on {url}")
-        tasks: dict[str, Coroutine[Any, Any, None]] = {"sessions": sessions.sweep()}
-        if (seconds := runtime.watchdog_seconds()) is not None:
-            tasks["watchdog"] = runtime.answer_watchdog(seconds / 2)
-        await runtime.run_until_stopped(tasks, stop)
+        await runtime.run_until_stopped({"sessions": sessions.sweep()}, stop)
         runtime.notify("STOPPING=1")
     return Exit.OK
 

@@ -115,9 +115,11 @@ async def run_until_stopped(
     runs users' code has some `patience` (seconds) with the rest, and then ends at once.
 
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would be crippled
-    without it.
+    without it. A service manager's watchdog is answered too, unless one of the tasks does.
     """
     collect_rarely()
+    if "watchdog" not in tasks and (seconds := watchdog_seconds()) is not None:
+        tasks = {**tasks, "watchdog": answer_watchdog(seconds / 2)}
     running = {asyncio.create_task(task, name=name) for name, task in tasks.items()}
     stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -120,8 +120,6 @@ async def _run(config: WorkerConfig) -> None:
             tasks["reports"] = _report(parts, url, pool)
         if runtime.managed():
             tasks["status"] = _notify_status(parts)
-        if (seconds := runtime.watchdog_seconds()) is not None:
-            tasks["watchdog"] = runtime.answer_watchdog(seconds / 2)
 
         async def finish() -> None:
             runtime.notify("STOPPING=1")
