@@ -240,19 +240,13 @@ PIPELINES: Final[Mapping[str, Pipeline]] = MappingProxyType(
 )
 
 
-def find(name: str) -> Pipeline:
-    """Return the pipeline of that name; raises `Fatal` (3) for an unknown one."""
-    if name not in PIPELINES:
-        raise Fatal(Exit.NOT_FOUND, f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}")
-    return PIPELINES[name]
-
-
 def run_by_name(name: str, words: Sequence[str], *, shown: bool = True) -> Outcome:
     """Run a pipeline with the options `words`; a terminal shows its progress where that is `shown`.
 
-    Raises `Fatal`, and the errors of what it reads and writes.
+    Raises `Fatal`, 3 for an unknown one, and the errors of what it reads and writes.
     """
-    pipeline = find(name)
+    if (pipeline := PIPELINES.get(name)) is None:
+        raise Fatal(Exit.NOT_FOUND, f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}")
     check_spark()
     options = parse(pipeline.options, words, name)
     with session(name) as spark, progress(spark, name) if shown else nullcontext(), own_sentences():
@@ -339,50 +333,35 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.getMessage() != "KeyboardInterrupt while sending command."
 
 
-class Tasks(NamedTuple):
-    """How many tasks of the active stages are done, of how many."""
-
-    done: int
-    all: int
-
-
-def tasks(spark: SparkSession) -> Tasks:
-    """Return how far Spark's stages are."""
-    tracker = spark.sparkContext.statusTracker()
-    stages = [info for stage in tracker.getActiveStageIds() if (info := tracker.getStageInfo(stage))]
-    return Tasks(sum(stage.numCompletedTasks for stage in stages), sum(stage.numTasks for stage in stages))
-
-
 @contextmanager
 def progress(spark: SparkSession, name: str) -> Iterator[None]:
-    """Show how far Spark is while the block runs."""
+    """Show how far Spark is while the block runs: how many tasks of the active stages are done, of how many."""
     if not sys.stderr.isatty():
         yield
         return
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
     ended = threading.Event()
-    watching = threading.Thread(target=_watch, args=(spark, name, ended), daemon=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
+
+    def watch() -> None:
+        tracker = spark.sparkContext.statusTracker()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(name, total=None, state="planning")
+            while not ended.wait(_PAUSE_SECONDS):
+                stages = [info for stage in tracker.getActiveStageIds() if (info := tracker.getStageInfo(stage))]
+                done, total = sum(one.numCompletedTasks for one in stages), sum(one.numTasks for one in stages)
+                state = f"{done:,} of {counted(total, 'task')}" if total else "planning"
+                bar.update(task, completed=done, total=total or None, state=state)
+
+    watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     try:
         yield
     finally:
         ended.set()
         watching.join()
-
-
-def _watch(spark: SparkSession, name: str, ended: threading.Event) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None, state=_said(Tasks(0, 0)))
-        while not ended.wait(_PAUSE_SECONDS):
-            found = tasks(spark)
-            bar.update(task, completed=found.done, total=found.all or None, state=_said(found))
-
-
-def _said(found: Tasks) -> str:
-    return f"{found.done:,} of {counted(found.all, 'task')}" if found.all else "planning"
 
 
 @contextmanager
