@@ -25,7 +25,6 @@ app = noun("See, replay and drop messages that could not be handled.")
 
 Ids = Annotated[list[str] | None, several("Dead letters by id or message id", completion.letters)]
 
-PAGE: Final = CHANGES  # letters asked for at once
 _COLUMNS: Final = ("ID", "MESSAGE ID", "SUBJECT", "REASON", "TRIES", "AGE", "CONSUMER", "LAST ERROR")
 _NOTE_COLUMNS: Final = ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY")
 
@@ -55,7 +54,7 @@ def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
     found: list[Letter] = []
 
     async def work(client: BrokerClient, mesh: str) -> Problem | None:
-        query = LettersQuery(mesh=mesh, limit=PAGE, **filters.conditions())
+        query = LettersQuery(mesh=mesh, limit=CHANGES, **filters.conditions())
         while True:
             page = await client.list_things(DEAD_LETTERS, query)
             if as_json:

@@ -126,22 +126,15 @@ def start(
     if traceparent is not None and TRACEPARENT.fullmatch(traceparent) is None:
         detail = f"{traceparent!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
         raise typer.BadParameter(detail, param_hint="--traceparent")
-    names: dict[str, Any] = {"name": flow, "first": first, "threshold": threshold or 0}
+    names: dict[str, Any] = {"flow": flow, "first": first, "threshold": threshold or 0}
     if first is None:
         if threshold is not None:
             raise Fatal(Exit.USAGE, "--threshold needs --first: a flow that is imported says its own threshold")
         names = ask_worker("describe", "flow", "--", flow)
+        names["flow"] = names.pop("name")
 
     id_ = job or uuid4()
-    wanted = partial(
-        StartJob,
-        flow=names["name"],
-        first=names["first"],
-        threshold=names["threshold"],
-        id=id_,
-        request=msgspec.Raw(given),
-        traceparent=traceparent,
-    )
+    wanted = partial(StartJob, **names, id=id_, request=msgspec.Raw(given), traceparent=traceparent)
     try:
         started = reach.ask(lambda client, mesh: client.start_job(wanted(mesh=mesh)))
     except (TryAgain, Unavailable) as error:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
@@ -38,7 +38,6 @@ QUERIES: Final = load_queries("pipeline")
 _BLOCKS: Final = 8192  # of a table that one task reads: 64 MiB
 _RANGE: Final = 50_000  # numbers of the history that one task reads
 
-T = TypeVar("T")
 _ROWS: Final = 1000  # of one statement
 
 

@@ -54,14 +54,14 @@ class Stage:
             self._console.print()
             self._console.rule(Text(f"{self._acts}. {title}", style="bold cyan"), align="left", style="dim")
         else:
-            self._plain(f"\n{self._acts}. {title}")
+            line(f"\n{self._acts}. {title}", flush=True)
 
     def say(self, text: str, style: str = "") -> None:
         """Say one thing that happened."""
         if self._on_terminal:
             self._console.print(Text(f"   {text}", style=style))
         else:
-            self._plain(f"   {text}")
+            line(f"   {text}", flush=True)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -83,10 +83,6 @@ class Stage:
             table.add_row(*cells, Text("yes", style="bold green") if holds else Text("NO", style="bold red"))
         console = self._console if self._on_terminal else Console(width=_WIDE, no_color=True)
         console.print(table)
-
-    def _plain(self, text: str) -> None:
-        line(text)
-        sys.stdout.flush()
 
 
 class Effect(NamedTuple):

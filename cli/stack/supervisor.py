@@ -37,11 +37,7 @@ _PREFIX: Final = "postroom: "  # of the sentence with which a command ends
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM, or a closed terminal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number  # as shells say it
+    """Ctrl-C, SIGTERM, or a closed terminal, by the name of the signal."""
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
         signal.signal(each, signal.SIG_IGN)
     sys.unraisablehook = lambda _: None  # objects interrupted while being built would complain,
     warnings.simplefilter("ignore")  # and coroutines that were never awaited
-    raise Interrupted(number)
+    raise Interrupted(signal.Signals(number).name)
 
 
 @contextmanager

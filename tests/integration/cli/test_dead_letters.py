@@ -538,7 +538,7 @@ def test_without_an_address_a_token_or_a_mesh_it_says_what_to_set(station: Stati
 
 def test_a_list_longer_than_a_page_is_whole_and_in_order(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
     station.bury(*"abcde")
-    monkeypatch.setattr("cli.dead_letters.PAGE", 2)
+    monkeypatch.setattr("cli.dead_letters.CHANGES", 2)
     assert [letter["message_id"] for letter in station.letters()] == list("abcde")
 
 
