@@ -34,7 +34,13 @@ class Programs(Handlers):
         """`POST /v1/programs`: from a daemon, which has the name of the member that it acts as."""
         member = member_of(request)
         async with received(request) as body:
-            report = _decode_report(bytes(body))
+            data = bytes(body)
+        report = head = decode(data, ReportHead)
+        try:
+            report = decode(data, Report)
+        except InvalidMessage:  # of another release, with what this one does not know: its head says enough
+            if head.version == version(_DISTRIBUTION):
+                raise
         async with self._database.read(member.whose) as connection:
             await keep_report(connection, "daemon", member.mesh, member.name, report)
         return web.Response(status=204)
@@ -47,17 +53,6 @@ class Programs(Handlers):
             if not programs:
                 await check_mesh(connection, mesh)
         return json_response(ProgramPage(programs=programs))
-
-
-def _decode_report(body: bytes) -> ReportHead:
-    """Return the report; of another release's with what this one does not know, its head."""
-    head = decode(body, ReportHead)
-    try:
-        return decode(body, Report)
-    except InvalidMessage:
-        if head.version == version(_DISTRIBUTION):
-            raise
-        return head
 
 
 class Minutes(Handlers):

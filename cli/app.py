@@ -10,8 +10,8 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, MutableMapping
+from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, cast
 
@@ -127,24 +127,17 @@ def postroom(
         os.environ["POSTROOM_DEBUG"] = "1"
 
 
-@contextmanager
-def words_joined() -> Iterator[None]:
-    """Complete words with colons in bash too, which cuts them there, and takes what follows the last colon alone."""
-    from cli.completion import join_words  # noqa: PLC0415
-
-    known, output = join_words(), io.StringIO()
-    try:
-        with redirect_stdout(output):
-            yield
-    finally:
-        sys.stdout.write("".join(line[known:] for line in output.getvalue().splitlines(keepends=True)))
-        sys.stdout.flush()
-
-
 def call(arguments: list[str]) -> int:
     """Run one command and return the exit code that it chose (130 for Ctrl-C); raises whatever else ended it."""
-    if "_POSTROOM_COMPLETE" in os.environ:
-        with words_joined():
-            typer.main.get_command(app).main(arguments, "postroom")
+    if "_POSTROOM_COMPLETE" in os.environ:  # bash cuts words at colons, and takes what follows the last of them alone
+        from cli.completion import join_words  # noqa: PLC0415
+
+        known, output = join_words(), io.StringIO()
+        try:
+            with redirect_stdout(output):
+                typer.main.get_command(app).main(arguments, "postroom")
+        finally:
+            sys.stdout.write("".join(line[known:] for line in output.getvalue().splitlines(keepends=True)))
+            sys.stdout.flush()
     code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
     return code if isinstance(code, int) else 0

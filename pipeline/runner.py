@@ -314,7 +314,9 @@ def session(name: str) -> Iterator[SparkSession]:
             if threading.current_thread() is threading.main_thread():
                 # Spark's own handler would call Java during the call that Ctrl-C interrupts, which is not possible
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                logging.getLogger().addFilter(_is_news)
+                # py4j logs the traceback of an interruption, and raises it as well
+                interrupted = "KeyboardInterrupt while sending command."
+                logging.getLogger().addFilter(lambda record: record.getMessage() != interrupted)
                 logging.getLogger("py4j").setLevel(logging.CRITICAL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
@@ -326,11 +328,6 @@ def session(name: str) -> Iterator[SparkSession]:
             raise
         finally:
             spark.stop()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop the traceback that py4j logs of an interruption, since it raises that as well."""
-    return record.getMessage() != "KeyboardInterrupt while sending command."
 
 
 @contextmanager
