@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from cli.connect import read_token
 from cli.stack import Stack
-from cli.stack.layout import Layout, default_state_directory
+from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
 from embedded import EmbeddedServer, ProcessIdentity
 from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, TryAgain, Unavailable
@@ -137,7 +137,7 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
 
 async def _look_at_up(place: Place, sight: Sight) -> Place:
     """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
-    layout = Layout((place.state or default_state_directory()).absolute())
+    layout = Layout.of(place.state)
     elsewhere = place.url is not None or place.socket is not None or _find_socket() is not None
     try:
         layout.check()

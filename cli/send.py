@@ -202,21 +202,8 @@ def _check_length(line: bytes) -> None:
         refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
 
 
-class Count(NamedTuple):
-    """How many messages ended how."""
-
-    queued: int = 0
-    duplicates: int = 0
-    failed: int = 0
-    blank: int = 0
-
-    def __str__(self) -> str:
-        text = f"{self.queued:,} queued, {counted(self.duplicates, 'duplicate')}, {self.failed:,} failed"
-        return text + (f", {counted(self.blank, 'blank line')} skipped" if self.blank else "")
-
-
 class BulkSend:
-    """One run over a file or pipe; `count` is right at every moment, an interrupted run's too.
+    """One run over a file or pipe; its counts are right at every moment, an interrupted run's too.
 
     `parse` makes a message of a line and its number; a byte order mark at the beginning is skipped.
     """
@@ -228,15 +215,14 @@ class BulkSend:
         self._parse = parse
         self._errors = errors
         self._as_json = as_json
-        self._queued = self._duplicates = self._failed = self._blank = 0
+        self.queued = self.duplicates = self.failed = self.blank = 0
         self._bytes_read = 0
         self._numbers: dict[int, int] = {}  # the place among the messages of each without an answer → its line
         self._saying = threading.Lock()  # lines are refused by the thread that reads them
 
-    @property
-    def count(self) -> Count:
-        """How far it is."""
-        return Count(self._queued, self._duplicates, self._failed, self._blank)
+    def __str__(self) -> str:
+        text = f"{self.queued:,} queued, {counted(self.duplicates, 'duplicate')}, {self.failed:,} failed"
+        return text + (f", {counted(self.blank, 'blank line')} skipped" if self.blank else "")
 
     def run(self, client: Client, show: Callable[..., None]) -> None:
         """Send everything, showing how far it is, in bytes of the total; raises what stops the whole."""
@@ -247,14 +233,14 @@ class BulkSend:
                     self._fail(result.line, result.problem)
                     continue
                 if result.result is not None and result.result.duplicate:
-                    self._duplicates += 1
+                    self.duplicates += 1
                 else:
-                    self._queued += 1
+                    self.queued += 1
                 if self._as_json:
                     with self._saying:
                         json_line(result)
             sys.stdout.flush()  # the reader of the results may be waiting for them
-            show(sum(self.count), str(self.count), place=self._bytes_read)
+            show(self.queued + self.duplicates + self.failed + self.blank, str(self), place=self._bytes_read)
 
     def _messages(self) -> Iterator[SendRequest]:
         place = 0
@@ -262,7 +248,7 @@ class BulkSend:
             text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
             text = text.removesuffix(b"\n").removesuffix(b"\r")
             if not text:
-                self._blank += 1
+                self.blank += 1
                 continue
             try:
                 message = self._parse(text, number)
@@ -284,7 +270,7 @@ class BulkSend:
 
     def _fail(self, number: int, problem: Problem) -> None:
         with self._saying:
-            self._failed += 1
+            self.failed += 1
             if self._as_json:
                 json_line(BatchResult(line=number, problem=problem))
             if self._errors is not None:
@@ -308,6 +294,6 @@ def send_lines(
         with progress(size_of(stream), as_json=as_json) as show:
             with_daemon(socket, lambda client: bulk.run(client, show), patience=RESTARTING)
     finally:
-        note(str(bulk.count)) if as_json else line(str(bulk.count))
-    if bulk.count.failed:
+        note(str(bulk)) if as_json else line(str(bulk))
+    if bulk.failed:
         raise SystemExit(Exit.FAILED)

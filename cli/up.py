@@ -16,7 +16,7 @@ from cli.noun import Yes, noun
 from cli.output import Progress, confirm, line, note
 from cli.stack import Stack, fatal_failures
 from cli.stack import supervisor as supervision
-from cli.stack.layout import Layout, default_state_directory
+from cli.stack.layout import Layout
 
 app = noun()
 downs = noun()
@@ -47,7 +47,7 @@ def up(
     """
     from postroom.chassis.runtime import notify  # noqa: PLC0415
 
-    layout = layout_of(state)
+    layout = Layout.of(state)
     supervisor = supervision.supervisor_of(layout)
     if supervisor is not None or detach:
         if supervisor is not None:
@@ -89,7 +89,7 @@ def down(
     yes: Yes = False,
 ) -> None:
     """Stop what `postroom up` started in this state directory, and nothing else."""
-    layout = layout_of(state)
+    layout = Layout.of(state)
     layout.check()
     if wipe:
         confirm(f"Remove {layout.state} and every message in it?", yes=yes)
@@ -104,11 +104,6 @@ def down(
         line(f"removed {layout.state}")
         if left:
             note(f"what links in it led to is not removed: {', '.join(map(str, left))}")
-
-
-def layout_of(state: Path | None) -> Layout:
-    """Return the files of the stack in `state`, or in the default place."""
-    return Layout((state or default_state_directory()).absolute())
 
 
 def explain(layout: Layout) -> None:

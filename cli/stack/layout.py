@@ -10,7 +10,7 @@ import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from embedded.server import socket_directory
 from postroom.chassis.exits import Exit, Fatal
@@ -22,21 +22,6 @@ _NAME: Final = "postroom-up"
 _MARK: Final = "postroom-up"  # the file that marks the directory as a stack's, and names the SQL of its tables
 _TABLES: Final = ("broker", "postroom.delivery", "postroom.ledger", "outbox", "inbox")  # the rooms whose SQL that is
 _SOCKET: Final = f"{MESH}.sock"
-
-
-def default_state_directory() -> Path:
-    """Return the place in the XDG state directory; for root, whose home Postgres may not enter, in `/var/lib`.
-
-    It is not the one called `postroom`: that is where services of this machine keep theirs.
-    """
-    if state := os.environ.get("XDG_STATE_HOME"):
-        return Path(state) / _NAME
-    if os.geteuid() == 0:
-        return Path("/var/lib") / _NAME
-    try:
-        return Path.home() / ".local" / "state" / _NAME
-    except RuntimeError as error:
-        raise Fatal(Exit.CONFIG, "there is no home directory: set a directory with --state DIR") from error
 
 
 class Layout:
@@ -51,6 +36,21 @@ class Layout:
         self.admin_token_file = self.token_file("admin")  # of the broker-wide administrator
         self.daemon_directory = state / "daemon"
         self.outbox_file = self.daemon_directory / "outbox.db"  # opened by the daemon alone while it runs
+
+    @classmethod
+    def of(cls, state: Path | None) -> Self:
+        """Return that of a directory, or of the one in the XDG state directory; of root, in `/var/lib`.
+
+        Postgres may not enter root's home. The default is not the directory called `postroom`: that is where services
+        of this machine keep theirs.
+        """
+        if state is None:
+            usual = os.environ.get("XDG_STATE_HOME") or ("~/.local/state" if os.geteuid() else "/var/lib")
+            try:
+                state = Path(usual).expanduser() / _NAME
+            except RuntimeError as error:
+                raise Fatal(Exit.CONFIG, "there is no home directory: set a directory with --state DIR") from error
+        return cls(state.absolute())
 
     def token_file(self, member: str) -> Path:
         """Return the file with a member's token."""
