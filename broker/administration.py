@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, NamedTuple
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, Authentication, Member, digest, new_token, own_mesh
-from broker.database import QUERIES, Database
-from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Handlers, Nats, changing, missing
+from broker.database import QUERIES
+from broker.operator import NATS_UNREACHABLE, PATIENCE, READ, WRITE, Handlers, Nats, missing
 from broker.requests import decode_body
 from postroom._wire import administration as api
 from postroom._wire.dead_letters import LetterFilter
@@ -64,7 +64,7 @@ class Administration(Handlers):
     async def create_mesh(self, request: web.Request) -> web.Response:
         """`POST /v1/meshes`."""
         wanted = await decode_body(request, api.CreateMesh)
-        async with changing(self._database, request, "create", "mesh", wanted.slug) as connection:
+        async with self.changing(request, "create", "mesh", wanted.slug) as connection:
             row = await connection.fetchrow(QUERIES["create_mesh"], wanted.slug)
             if row is None:
                 raise _exists("mesh", wanted.slug)
@@ -72,7 +72,7 @@ class Administration(Handlers):
 
     async def list_meshes(self, request: web.Request) -> web.Response:
         """`GET /v1/meshes`."""
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             rows = await connection.fetch(QUERIES["list_meshes"])
         return json_response(api.MeshList(meshes=[api.Mesh(**row) for row in rows]))
 
@@ -81,7 +81,7 @@ class Administration(Handlers):
         slug = request.match_info["mesh"]
         async with (
             self._nats.opened(PATIENCE) as (js, unread),
-            changing(self._database, request, "delete", "mesh", slug) as connection,
+            self.changing(request, "delete", "mesh", slug) as connection,
         ):
             # An accept that waited for the mesh would hold its numbers, which go with it.
             await connection.execute(QUERIES["accept_alone"], await _mesh_id(connection, slug))
@@ -109,7 +109,7 @@ class Administration(Handlers):
         wanted = await decode_body(request, api.CreateMember)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
-        async with changing(self._database, request, "create", "member", mesh, wanted.name) as connection:
+        async with self.changing(request, "create", "member", mesh, wanted.name) as connection:
             mesh_id = await _hold_mesh(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
@@ -119,14 +119,14 @@ class Administration(Handlers):
     async def list_members(self, request: web.Request) -> web.Response:
         """`GET /v1/members?mesh=`."""
         mesh = asked_mesh(request)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             rows = await connection.fetch(QUERIES["list_members"], await _mesh_id(connection, mesh))
         return json_response(api.MemberList(members=[api.Member(mesh=mesh, **row) for row in rows]))
 
     async def revoke_member(self, request: web.Request) -> web.Response:
         """`DELETE /v1/members/{mesh}/{name}`: its token is refused from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
+        async with self.changing(request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _hold_mesh(connection, mesh)
             await _there("member", name, connection, QUERIES["revoke_member"], mesh_id, name)
             await forget_daemons(connection, mesh, name)
@@ -142,7 +142,7 @@ class Administration(Handlers):
         keep = decode_query(request, api.RotateQuery).keep_old
         _require_self_or_admin(request, name)
         token, verb = new_token(), "add-token" if keep else "rotate-token"
-        async with changing(self._database, request, verb, "member", mesh, name) as connection:
+        async with self.changing(request, verb, "member", mesh, name) as connection:
             mesh_id = await _hold_mesh(connection, mesh)
             query = QUERIES["add_token"] if keep else QUERIES["rotate_token"]
             role = await connection.fetchval(query, mesh_id, name, digest(token))
@@ -161,7 +161,7 @@ class Administration(Handlers):
         """`DELETE /v1/members/{mesh}/{name}/old_token`: by an admin, or by the member itself."""
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
-        async with changing(self._database, request, "retire-token", "member", mesh, name) as connection:
+        async with self.changing(request, "retire-token", "member", mesh, name) as connection:
             if await connection.fetchval(QUERIES["retire_token"], await _hold_mesh(connection, mesh), name) is None:
                 sentence = f"there is no member {name} with an old token in the mesh {mesh}: see `postroom member list`"
                 raise NotFound.of("no_old_token", sentence)
@@ -180,7 +180,7 @@ class Administration(Handlers):
         else:
             sentence = f"{principal.actor} is not a member: pass the member to subscribe (`member`)"
             raise NotPermitted.of("member_required", sentence)
-        async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
+        async with self.changing(request, "subscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _hold_subscription(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
             if row is None:  # another request subscribed or unsubscribed the member at the same moment
@@ -192,7 +192,7 @@ class Administration(Handlers):
     async def list_subscriptions(self, request: web.Request) -> web.Response:
         """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
             rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
         found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
@@ -202,7 +202,7 @@ class Administration(Handlers):
         """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
         mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
-        async with changing(self._database, request, "unsubscribe", "topic", mesh, topic, member) as connection:
+        async with self.changing(request, "unsubscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _hold_subscription(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of(
@@ -212,13 +212,15 @@ class Administration(Handlers):
         return web.Response(status=204)
 
 
-class Destinations:
+@dataclass(frozen=True, eq=False)
+class Destinations(Handlers):
     """The handlers of the named destinations of a mesh: its topics, or its queues."""
 
-    def __init__(self, database: Database, noun: Literal["topic", "queue"]) -> None:
-        self._database = database
-        self._noun = noun
-        self._kind = _KINDS[noun]
+    _noun: Literal["topic", "queue"]
+
+    @property
+    def _kind(self) -> _Kind:
+        return _KINDS[self._noun]
 
     def routes(self) -> Sequence[Route]:
         """Return the routes that create, list and delete them."""
@@ -236,7 +238,7 @@ class Destinations:
         """`POST /v1/topics`, say."""
         wanted = await decode_body(request, self._kind.wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
-        async with changing(self._database, request, "create", self._noun, mesh, name) as connection:
+        async with self.changing(request, "create", self._noun, mesh, name) as connection:
             row = await connection.fetchrow(self._kind.create, await _hold_mesh(connection, mesh), name)
             if row is None:
                 raise _exists(self._noun, name)
@@ -245,7 +247,7 @@ class Destinations:
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/topics?mesh=`, say."""
         mesh = asked_mesh(request)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
         found = [self._kind.thing(mesh=mesh, **row) for row in rows]
         return json_response(self._kind.things(**{f"{self._noun}s": found}))
@@ -253,7 +255,7 @@ class Destinations:
     async def delete(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
+        async with self.changing(request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _hold_mesh(connection, mesh)
             await _there(self._noun, name, connection, self._kind.delete, mesh_id, name)
         return web.Response(status=204)
@@ -269,7 +271,7 @@ class Operators(Handlers):
         """`POST /v1/operators`: the answer is the only place where the token is shown."""
         wanted = await decode_body(request, api.CreateOperator)
         token, may = new_token(), f"may {wanted.role} in {wanted.mesh or 'every mesh'}"
-        async with changing(self._database, request, "create", "operator", wanted.name, outcome=may) as connection:
+        async with self.changing(request, "create", "operator", wanted.name, outcome=may) as connection:
             mesh_id = None if wanted.mesh is None else await _hold_mesh(connection, wanted.mesh)
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
@@ -279,14 +281,14 @@ class Operators(Handlers):
 
     async def list_operators(self, request: web.Request) -> web.Response:
         """`GET /v1/operators`."""
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             rows = await connection.fetch(QUERIES["list_operators"])
         return json_response(api.OperatorList(operators=[api.Operator(**row) for row in rows]))
 
     async def revoke_operator(self, request: web.Request) -> web.Response:
         """`DELETE /v1/operators/{name}`: its token is refused from now on, and its name stays taken."""
         name = request.match_info["name"]
-        async with changing(self._database, request, "revoke", "operator", name) as connection:
+        async with self.changing(request, "revoke", "operator", name) as connection:
             await _there("operator", name, connection, QUERIES["revoke_operator"], name)
         self._authentication.forget()
         return web.Response(status=204)
@@ -294,7 +296,7 @@ class Operators(Handlers):
     async def rotate_operator_token(self, request: web.Request) -> web.Response:
         """`POST /v1/operators/{name}/token`."""
         name, token = request.match_info["name"], new_token()
-        async with changing(self._database, request, "rotate-token", "operator", name) as connection:
+        async with self.changing(request, "rotate-token", "operator", name) as connection:
             row = await connection.fetchrow(QUERIES["rotate_operator_token"], name, digest(token))
             if row is None:
                 raise missing("operator", name)
@@ -314,7 +316,7 @@ class Webhooks(Handlers):
         mesh, topic = path_mesh(request), request.match_info["name"]
         await self._guard.check(wanted.url)
         secret = f"whsec_{secrets.token_urlsafe(32)}"
-        async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
+        async with self.changing(request, "create", "webhook", mesh, topic) as connection:
             topic_id = await _hold_topic(connection, mesh, topic)
             await _there("topic", topic, connection, QUERIES["lock_topic"], topic_id)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
@@ -328,7 +330,7 @@ class Webhooks(Handlers):
     async def list_webhooks(self, request: web.Request) -> web.Response:
         """`GET /v1/topics/{mesh}/{name}/webhooks`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             rows = await connection.fetch(QUERIES["list_webhooks"], await _topic_id(connection, mesh, topic))
         found = [api.Webhook(id=str(key), mesh=mesh, topic=topic, url=url, created_at=at) for key, url, at in rows]
         return json_response(api.WebhookList(webhooks=found))
@@ -336,7 +338,7 @@ class Webhooks(Handlers):
     async def delete_webhook(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
-        async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
+        async with self.changing(request, "delete", "webhook", mesh, topic, webhook) as connection:
             topic_id = await _hold_topic(connection, mesh, topic)
             key = uuid_of(webhook)
             if key is None or not await connection.fetchval(QUERIES["delete_webhook"], topic_id, key):

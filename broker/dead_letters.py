@@ -15,7 +15,7 @@ from aiohttp import web
 from broker.administration import asked_mesh, path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import unavailable_as_503
-from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Handlers, Nats, check_mesh, keep_lines
+from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Handlers, Nats, check_mesh, keep_verb
 from broker.requests import decode_body
 from postroom._wire.dead_letters import (
     DEAD_LETTERS,
@@ -72,10 +72,7 @@ class DeadLetters(Handlers):
 
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/counts`: for `postroom status`, which waits briefly."""
-        async with (
-            self._nats.opened(BRIEFLY) as (js, unread),
-            self._database.read(request[PRINCIPAL].whose) as connection,
-        ):
+        async with self._nats.opened(BRIEFLY) as (js, unread), self.reading(request) as connection:
             return json_response(LetterCounts(letters=await count_letters(connection, js), unread=unread))
 
     def change(self, verb: str) -> Handler:
@@ -117,14 +114,13 @@ class DeadLetters(Handlers):
     @asynccontextmanager
     async def _opened(self, request: web.Request, mesh: str) -> AsyncIterator[tuple[LetterOperations, Problem | None]]:
         """Lend the letters of a mesh, with the reason why those that are in streams alone cannot be read, if any."""
-        principal = request[PRINCIPAL]
+        actor = request[PRINCIPAL].actor
 
         async def log(connection: Connection, verb: str, ids: Sequence[str], why: str) -> None:
-            keys, said = [f"{mesh} {id_}" for id_ in ids], DEAD_LETTERS.verbs[verb].done
-            await keep_lines(connection, principal.actor, verb, DEAD_LETTERS.name, keys, outcome=said, reason=why)
+            await keep_verb(connection, actor, DEAD_LETTERS, verb, [f"{mesh} {id_}" for id_ in ids], reason=why)
 
-        async with self._nats.opened(PATIENCE) as (js, unread), self._database.read(principal.whose) as connection:
-            letters = LetterOperations(connection, js, mesh, actor=principal.actor, log=log)
+        async with self._nats.opened(PATIENCE) as (js, unread), self.reading(request) as connection:
+            letters = LetterOperations(connection, js, mesh, actor=actor, log=log)
             try:
                 await check_mesh(connection, mesh)
             except NotFound:  # letters may be of a context that is not a mesh, which NATS may know alone

@@ -66,7 +66,7 @@ class History(Handlers):
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = _of_destination(query.destination)
-        async with self._database.read(principal.whose) as connection:
+        async with self.reading(request) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
                 raise missing("mesh", mesh)
@@ -110,7 +110,7 @@ class History(Handlers):
         mesh = own_mesh(principal, query.mesh)
         kind, ref = _of_destination(query.destination)
         before = (query.until or _LAST, 0) if query.cursor is None else _place(query.cursor)
-        async with self._database.read(principal.whose) as connection:
+        async with self.reading(request) as connection:
             ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)
             if mesh_id is None:
                 raise missing("mesh", mesh)
@@ -137,7 +137,7 @@ class History(Handlers):
         )
         if (broker_message_id := uuid_of(text)) is None:
             raise missing
-        async with self._database.read(principal.whose) as connection:
+        async with self.reading(request) as connection:
             reading = (principal.mesh_id, _reader(principal))
             row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, *reading)
         if row is None:

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, any_mesh, own_mesh
-from broker.operator import Handlers, check_mesh, each, keep_log
+from broker.operator import Handlers, check_mesh, each, keep_log, keep_verb
 from broker.requests import decode_body
 from postroom._wire.jobs import JOBS, Job, JobFilter, JobPage, JobsQuery, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import CHANGES, Result, invalid_cursor
@@ -38,7 +38,7 @@ class Jobs(Handlers):
             detail = "the request is not UTF-8: pass UTF-8 text"
             raise InvalidMessage.of("invalid_request", detail, field="request") from error
         wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
-        async with self._database.read(principal.whose) as connection, connection.transaction():
+        async with self.reading(request) as connection, connection.transaction():
             await check_mesh(connection, mesh)
             started = await operations.start(connection, wanted)
             if started:
@@ -50,10 +50,9 @@ class Jobs(Handlers):
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs`."""
         query = decode_query(request, JobsQuery)
-        principal = request[PRINCIPAL]
         wanted = msgspec.convert(query, JobFilter, from_attributes=True)
-        async with self._database.read(principal.whose) as connection:
-            mesh = any_mesh(principal, query.mesh)
+        async with self.reading(request) as connection:
+            mesh = any_mesh(request[PRINCIPAL], query.mesh)
             jobs, next_cursor = await _page(connection, wanted, mesh, query.cursor, query.limit)
         return json_response(JobPage(jobs=jobs, next_cursor=next_cursor))
 
@@ -61,7 +60,7 @@ class Jobs(Handlers):
         """`GET /v1/jobs/{id}`: with its tree."""
         if (job := uuid_of(request.match_info["id"])) is None:
             raise InvalidMessage.of("invalid_request", "a job's id is a UUID", field="id")
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             found = await operations.show_job(connection, job)
         if any_mesh(request[PRINCIPAL], None) not in (None, found.job.mesh):
             raise operations.missing(job)
@@ -72,13 +71,13 @@ class Jobs(Handlers):
 
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs/counts`."""
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             return json_response(await operations.count_jobs(connection))
 
     async def explain(self, request: web.Request) -> web.Response:
         """`GET /v1/jobs/messages/{id}`: what became of a message, or of an activity by its id."""
         message, mesh = request.match_info["id"], any_mesh(request[PRINCIPAL], None)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             found = await operations.find_message(connection, message)
         shown = [one for one in found if mesh in (None, one.mesh)]
         if not shown:
@@ -94,7 +93,7 @@ class Jobs(Handlers):
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, JOBS.change)
             actor, mesh = request[PRINCIPAL].actor, any_mesh(request[PRINCIPAL], asked.mesh)
-            async with self._database.read(request[PRINCIPAL].whose) as connection:
+            async with self.reading(request) as connection:
                 jobs: dict[UUID, Job | None]
                 if asked.filter.ids is None:
                     found, next_cursor = await _page(connection, asked.filter, mesh, asked.cursor, CHANGES)
@@ -114,8 +113,7 @@ class Jobs(Handlers):
                         return one
                     async with connection.transaction():
                         await operations.EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
-                        said = {"outcome": table.done, "reason": asked.reason}
-                        await keep_log(connection, actor, verb, JOBS.name, one.mesh, str(job), **said)
+                        await keep_verb(connection, actor, JOBS, verb, [f"{one.mesh} {job}"], reason=asked.reason)
                     return one
 
                 done, failed = await each(jobs, effect, str)

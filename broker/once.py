@@ -12,7 +12,7 @@ from aiohttp import web
 
 from broker.authentication import PRINCIPAL
 from broker.database import QUERIES
-from broker.operator import Handlers, each, keep_log, refuse_mesh
+from broker.operator import Handlers, each, keep_verb, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire.nouns import Result
 from postroom._wire.once import KEYS, KeptKey, KeyDetails, KeyName, KeyNote, KeyPage, KeysQuery, key_held, key_missing
@@ -32,7 +32,7 @@ class Keys(Handlers):
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/once`: empty where no program keeps keys there yet."""
         query = decode_query(request, KeysQuery)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             there = is_ours(await connection.fetchval(_ONCE["version"]))
             rows = await connection.fetch(_ONCE["find"], *msgspec.structs.astuple(query)) if there else []
         return json_response(KeyPage(keys=[KeptKey(**dict(row)) for row in rows]))
@@ -68,8 +68,8 @@ class Keys(Handlers):
                     if not asked.dry_run:
                         async with connection.transaction(isolation="read_committed"):
                             if await connection.fetch(_ONCE[verb], *scope.columns, actor, asked.reason):
-                                said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
-                                await keep_log(connection, actor, verb, KEYS.name, *scope.columns, **said)
+                                keys = [" ".join(filter(None, scope.columns))]
+                                await keep_verb(connection, actor, KEYS, verb, keys, reason=asked.reason)
                                 return name
                     row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
                     if row is None:
@@ -86,7 +86,7 @@ class Keys(Handlers):
     @asynccontextmanager
     async def _opened(self, request: web.Request) -> AsyncIterator[Connection]:
         """Lend a connection to a database that has a registry of this program's version."""
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             if not is_ours(await connection.fetchval(_ONCE["version"])):
                 raise absent("the broker's database")
             yield connection

@@ -8,7 +8,7 @@ in the transaction of its change: what cannot be logged is not done.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -19,7 +19,7 @@ from broker.authentication import PRINCIPAL, any_mesh
 from broker.database import QUERIES, Database, unavailable_as_503
 from broker.limiter import Breaker
 from postroom._wire.administration import MeshQuery
-from postroom._wire.nouns import Change, Failure, LogLine, LogPage, LogQuery, Noun
+from postroom._wire.nouns import AnyNoun, Change, Failure, LogLine, LogPage, LogQuery
 from postroom.chassis.clock import now
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Connection
@@ -77,8 +77,21 @@ class Handlers:
 
     _database: Database
 
+    def reading(self, request: web.Request) -> AbstractAsyncContextManager[Connection]:
+        """Lend a connection in the caller's share, as `Database.read` does."""
+        return self._database.read(request[PRINCIPAL].whose)
 
-def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:
+    @asynccontextmanager
+    async def changing(
+        self, request: web.Request, verb: str, noun: str, *key: str | None, outcome: str = "done"
+    ) -> AsyncIterator[Connection]:
+        """Lend one in a transaction that changes something, and is logged."""
+        async with self.reading(request) as connection, connection.transaction():
+            yield connection
+            await keep_log(connection, request[PRINCIPAL].actor, verb, noun, *key, outcome=outcome)
+
+
+def routes_of(noun: AnyNoun, handlers: Any) -> list[Route]:
     """Return the routes by which operators see and change a noun.
 
     The handlers have a method for each route of its table: `list`, `log`, `counts` and `inspect` answer one, and
@@ -158,25 +171,16 @@ async def keep_log(
 
     A key consists of names and ids: never of an address, which may hold a secret.
     """
-    await keep_lines(connection, actor, verb, noun, [" ".join(filter(None, key))], outcome=outcome, reason=reason)
-
-
-async def keep_lines(
-    connection: Connection, actor: str, verb: str, noun: str, keys: Sequence[str], *, outcome: str, reason: str | None
-) -> None:
-    """Record the same of several things, a line each."""
+    keys = [" ".join(filter(None, key))]
     await connection.execute(QUERIES["log_operations"], actor, verb, noun, keys, outcome, reason)
 
 
-@asynccontextmanager
-async def changing(
-    database: Database, request: web.Request, verb: str, noun: str, *key: str | None, outcome: str = "done"
-) -> AsyncIterator[Connection]:
-    """Lend a connection in a transaction that changes something, and is logged."""
-    principal = request[PRINCIPAL]
-    async with database.read(principal.whose) as connection, connection.transaction():
-        yield connection
-        await keep_log(connection, principal.actor, verb, noun, *key, outcome=outcome)
+async def keep_verb(
+    connection: Connection, actor: str, noun: AnyNoun, verb: str, keys: Sequence[str], *, reason: str
+) -> None:
+    """Record a verb of a noun's table in the same way, done to the things with these keys, a line each."""
+    words = actor, verb, noun.name, keys, noun.verbs[verb].done, reason
+    await connection.execute(QUERIES["log_operations"], *words)
 
 
 class OperatorLog(Handlers):
@@ -186,7 +190,7 @@ class OperatorLog(Handlers):
         """`GET /v1/operator_log`: an operator of one mesh sees the lines of that alone."""
         query = decode_query(request, LogQuery)
         mesh = any_mesh(request[PRINCIPAL], query.mesh)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             since = query.earliest(await now(connection))
             wanted = query.noun, query.verb, query.actor, query.key, since, query.cursor, query.limit + 1
             rows = await connection.fetch(QUERIES["list_operations"], *wanted, mesh, OF_MESH)

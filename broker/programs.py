@@ -41,14 +41,14 @@ class Programs(Handlers):
         except InvalidMessage:  # of another release, with what this one does not know: its head says enough
             if head.version == version(_DISTRIBUTION):
                 raise
-        async with self._database.read(member.whose) as connection:
+        async with self.reading(request) as connection:
             await keep_report(connection, "daemon", member.mesh, member.name, report)
         return web.Response(status=204)
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/programs`: a member sees the daemons of its mesh."""
         mesh = any_mesh(request[PRINCIPAL], decode_query(request, ProgramsQuery).mesh)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             programs = await list_programs(connection, mesh)
             if not programs:
                 await check_mesh(connection, mesh)
@@ -61,7 +61,7 @@ class Minutes(Handlers):
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/minutes`."""
         last = decode_query(request, MinutesQuery).last
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             return json_response(MinutePage(minutes=await list_minutes(connection, last)))
 
 

@@ -67,7 +67,7 @@ class Traces(Handlers):
         """`GET /v1/trace/{id}`."""
         id_, principal = request.match_info["id"], request[PRINCIPAL]
         async with (
-            self._database.read(principal.whose) as connection,
+            self.reading(request) as connection,
             connection.transaction(isolation="repeatable_read", readonly=True),
         ):
             draft = _PostgresDraft(connection, principal)
@@ -81,10 +81,7 @@ class Traces(Handlers):
                     takers = Takers(js, draft)
                     if not draft.steps:  # it may be between two agents, which no database knows
                         causes = await takers.ask_agents(id_)
-                        async with (
-                            self._database.read(principal.whose) as connection,
-                            connection.transaction(readonly=True),
-                        ):
+                        async with self.reading(request) as connection, connection.transaction(readonly=True):
                             await draft.add_causes(connection, causes)
                     await takers.ask_consumers()
                     silent = takers.silent
@@ -108,7 +105,7 @@ class Traces(Handlers):
             [ended.successor for ended in kept],
             [msgspec.json.encode(ended).decode() for ended in kept],
         )
-        async with self._database.read(member.whose) as connection, connection.transaction():
+        async with self.reading(request) as connection, connection.transaction():
             done = list(latest.keys() - set(columns[0]))
             await connection.execute(QUERIES["forget_ended_rows"], member.member_id, done)
             await connection.execute(QUERIES["keep_ended_rows"], member.mesh_id, member.member_id, body.host, *columns)

@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
-from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_lines, keep_log, refuse_mesh
+from broker.operator import BRIEFLY, PATIENCE, Handlers, Nats, check_mesh, each, keep_log, keep_verb, refuse_mesh
 from broker.requests import decode_body
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
@@ -37,14 +37,14 @@ class Unpublished(Handlers):
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>`."""
         mesh = decode_query(request, MeshQuery).mesh
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             await _check_context(connection, mesh)
             return json_response(await postgres.list_failing(connection, self._source, mesh))
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/unpublished/<source>/log`."""
         mesh = decode_query(request, MeshQuery).mesh
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             await _check_context(connection, mesh)
             dropped = await postgres.list_dropped(connection, self._source, mesh)
         return json_response(unpublished.DroppedLog(dropped=dropped))
@@ -56,14 +56,13 @@ class Unpublished(Handlers):
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, noun.change)
             actor = request[PRINCIPAL].actor
-            async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+            async with self.reading(request) as connection, connection.transaction():
                 await _check_context(connection, asked.mesh)
                 meant = asked.filter, asked.mesh, asked.cursor
                 ids, next_cursor = await postgres.find_failing(connection, self._source, *meant)
                 if not asked.dry_run:
                     ids = await postgres.EFFECTS[verb](connection, self._source, ids, actor=actor, reason=asked.reason)
-                    said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
-                    await keep_lines(connection, actor, verb, noun.name, ids, **said)
+                    await keep_verb(connection, actor, noun, verb, ids, reason=asked.reason)
                 failed = await postgres.not_done(connection, self._source, asked.filter, ids)
             return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=failed, next_cursor=next_cursor))
 
@@ -86,7 +85,7 @@ class Consumers(Handlers):
         """`GET /v1/consumers`: what NATS, and its record in Postgres, know of each."""
         query = decode_query(request, unpublished.ConsumersQuery)
         meshes = None if query.mesh is None else [query.mesh]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             begun = await find_begun(connection)
         pausing = {one.consumer: one.error for one in begun if one.error}
         page = unpublished.ConsumerPage(
@@ -98,7 +97,7 @@ class Consumers(Handlers):
                 page.consumers = [] if js is None else await list_durables(js, meshes, begun, oldest=True)
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             if not page.consumers:
                 await check_mesh(connection, query.mesh)
             if query.last:
@@ -110,7 +109,7 @@ class Consumers(Handlers):
         table = unpublished.CONSUMERS.verbs[verb]
 
         async def handle(request: web.Request) -> web.Response:
-            asked, principal = await decode_body(request, unpublished.CONSUMERS.change), request[PRINCIPAL]
+            asked, actor = await decode_body(request, unpublished.CONSUMERS.change), request[PRINCIPAL].actor
             async with self._nats.opened(PATIENCE) as (js, unread):
                 if js is None:
                     assert unread is not None  # noqa: S101 - the reason
@@ -118,7 +117,7 @@ class Consumers(Handlers):
                 try:
                     meshes = None if asked.mesh is None else [asked.mesh]
                     durables = [one async for one in each_durable(js, meshes)]
-                    running = await self._running(js, meshes, principal.whose) if verb == "delete" else set()
+                    running = await self._running(js, meshes, request) if verb == "delete" else set()
                 except NATS_ERRORS as error:
                     raise from_nats(error, "looking for the consumers") from error
                 found: dict[str, ConsumerInfo | None] = {}
@@ -135,10 +134,9 @@ class Consumers(Handlers):
                         raise still_runs(info.name)
                     if asked.dry_run:
                         return id_
-                    async with self._database.read(principal.whose) as connection, connection.transaction():
-                        said = {"outcome": table.done, "reason": asked.reason}
-                        await keep_log(connection, principal.actor, verb, unpublished.CONSUMERS.name, id_, **said)
-                        await EFFECTS[verb](js, info, OperatorPause(principal.actor, asked.reason))
+                    async with self.reading(request) as connection, connection.transaction():
+                        await keep_verb(connection, actor, unpublished.CONSUMERS, verb, [id_], reason=asked.reason)
+                        await EFFECTS[verb](js, info, OperatorPause(actor, asked.reason))
                     return id_
 
                 done, failed = await each(found, effect, str)
@@ -146,9 +144,9 @@ class Consumers(Handlers):
 
         return handle
 
-    async def _running(self, js: JetStreamContext, meshes: Collection[str] | None, whose: tuple[str, str]) -> set[str]:
+    async def _running(self, js: JetStreamContext, meshes: Collection[str] | None, request: web.Request) -> set[str]:
         """Return the ids of the consumers that a program runs: it asks for messages, or has as many as it may."""
-        async with self._database.read(whose) as connection:
+        async with self.reading(request) as connection:
             begun, programs = await find_begun(connection), await list_programs(connection, None)
         parts = {part.name for program in programs if not program.away for part in program.parts}
         return {
@@ -168,7 +166,7 @@ class Sources(Handlers):
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/sources`: the backlog of each, of one mesh or of all."""
         mesh = decode_query(request, MeshQuery).mesh
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with self.reading(request) as connection:
             await _check_context(connection, mesh)
             return json_response(unpublished.SourcePage(sources=await postgres.list_backlogs(connection, mesh)))
 
@@ -183,7 +181,7 @@ class Sources(Handlers):
                 until = None if asked.cursor is None else datetime.fromisoformat(asked.cursor).astimezone(UTC)
             except (OverflowError, ValueError):
                 raise invalid_cursor() from None
-            async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+            async with self.reading(request) as connection, connection.transaction():
                 until = until or await now(connection)
                 found, more = await postgres.redrive(connection, wanted, until=until, dry_run=asked.dry_run)
                 if not asked.dry_run:

@@ -16,7 +16,7 @@ from console.sessions import SESSION, Session
 from console.views import page
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
-from postroom._wire.nouns import CHANGES, Failure, Noun, Result
+from postroom._wire.nouns import CHANGES, AnyNoun, Failure, Result
 from postroom._wire.operations import Reason
 from postroom._wire.unpublished import CONSUMERS, UNPUBLISHED
 from postroom._wire.words import shape_fault
@@ -24,17 +24,14 @@ from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 MOST_REPAIRS: Final = 200  # that are remembered, of all sessions
 _DRY: Final = "dry run"  # a dry run keeps no reason, but the broker wants one
-
-
-_Noun = Noun[Any, Any, Any, Any, Any, Any, Any]
-_OPERATED: Final[tuple[_Noun, ...]] = (DEAD_LETTERS, JOBS, CONSUMERS, *UNPUBLISHED.values())
+_OPERATED: Final[tuple[AnyNoun, ...]] = (DEAD_LETTERS, JOBS, CONSUMERS, *UNPUBLISHED.values())
 _NOUNS: Final = {noun.path: noun for noun in _OPERATED}
 
 
 class Repair:
     """One verb on the things that a dry run has found: planned, then under way, then finished."""
 
-    def __init__(self, noun: _Noun, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
+    def __init__(self, noun: AnyNoun, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
         self.noun = noun
         self.verb = verb
         self.page = f"/{noun.path.split('/')[2]}"  # the list of such things
@@ -128,7 +125,7 @@ async def begin(request: web.Request) -> web.Response:
     raise web.HTTPSeeOther(request.path)
 
 
-def _filter_of(noun: _Noun) -> type[msgspec.Struct]:
+def _filter_of(noun: AnyNoun) -> type[msgspec.Struct]:
     """Return the type of the filter of a noun's verbs."""
     found: type[msgspec.Struct] = get_args(noun.change)[0]
     return found

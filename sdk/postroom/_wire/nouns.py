@@ -14,7 +14,7 @@ things that its filter matches, by ids or by other conditions; with `dry_run` it
 from collections.abc import Mapping
 from datetime import datetime
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -109,6 +109,9 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
     at: type[msgspec.Struct] | None = None
     log: type[L] = _NONE
     counts: type[C] = _NONE
+
+
+AnyNoun: TypeAlias = Noun[Any, Any, Any, Any, Any, Any, Any]
 
 
 def invalid_cursor() -> InvalidMessage:
