@@ -21,12 +21,12 @@ from postroom._wire.administration import MemberToken, OperatorRole, OperatorTok
 
 _TOKEN_ROOM: Final = 256  # bytes: more than any token has
 
-meshes = noun("Administer meshes.")
-members = noun("Administer the members of a mesh.")
+meshes = noun()
+members = noun()
 operators = noun("Administer who operates the broker: by looking, repairing or administering.")
-topics = noun("Administer topics and their subscribers.")
+topics = noun()
 webhooks = noun("Administer the webhooks of a topic.")
-queues = noun("Administer queues.")
+queues = noun()
 topics.add_typer(webhooks, name="webhook")
 
 

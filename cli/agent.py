@@ -15,7 +15,7 @@ from postroom._wire.operations import Recent
 from postroom._wire.words import counted, when
 from postroom.chassis.exits import Exit, Fatal
 
-app = noun("Run agents, and inspect their event stores.")
+app = noun()
 
 Name = Annotated[
     str | None,

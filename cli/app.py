@@ -32,8 +32,10 @@ class Verb(NamedTuple):
     app: str = "app"  # its name there
 
     def command(self) -> Any:
-        """Return what Typer makes of it."""
-        return typer.main.get_command(getattr(importlib.import_module(self.module), self.app))
+        """Return what Typer makes of it; a noun that says no more of itself has this summary as its help."""
+        made = typer.main.get_command(getattr(importlib.import_module(self.module), self.app))
+        made.help = made.help or self.summary
+        return made
 
 
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(

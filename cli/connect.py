@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NOT_ASKED: Final = "the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE"
 PATIENCE: Final = 2.0  # seconds that a person waits for a daemon that is just being restarted
 RESTARTING: Final = 30.0  # seconds without any answer from a daemon or a broker that was there before
 TIMEOUT: Final = 10.0  # seconds that one exchange may take
@@ -44,10 +45,7 @@ def read_token(file: Path | None) -> str:
     """Read a bearer token from its file."""
     if file is None:
         raise Fatal(Exit.USAGE, "no token is configured: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
-    try:
-        token = read_plain_file(file).decode("ascii").strip()
-    except UnicodeDecodeError as error:
-        raise Fatal(Exit.CONFIG, f"{file} has no token: one line of plain text is expected") from error
-    if not token or not token.isprintable():
-        raise Fatal(Exit.CONFIG, f"{file} has no token: one line of text is expected")
-    return token
+    token = read_plain_file(file).strip()
+    if not (token and token.isascii() and token.decode("ascii").isprintable()):
+        raise Fatal(Exit.CONFIG, f"{file} has no token: one line of plain text is expected")
+    return token.decode("ascii")

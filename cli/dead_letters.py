@@ -21,7 +21,7 @@ from postroom.errors import Problem, error_for
 if TYPE_CHECKING:
     from postroom import BrokerClient
 
-app = noun("See, replay and drop messages that could not be handled.")
+app = noun()
 
 Ids = Annotated[list[str] | None, several("Dead letters by id or message id", completion.letters)]
 

@@ -17,7 +17,7 @@ from postroom._wire.message import parse_destination
 from postroom._wire.sends import MAX_PAGE
 from postroom._wire.words import ago, counted
 
-app = noun("Read what the daemon has received, and follow it.")
+app = noun()
 
 _COLUMNS: Final = ("POSITION", "FROM", "TO", "RECEIVED", "CLIENT MESSAGE ID")
 _PREVIEW: Final = 60  # characters of a body

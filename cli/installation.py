@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from cli.connect import read_token
+from cli.connect import NOT_ASKED, read_token
 from cli.stack import Stack
 from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
@@ -315,7 +315,7 @@ def _with_daemon(programs: list[Program], daemon: Program) -> list[Program]:
 async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
     """Ask the broker, if one is configured, for its own state and what programs reported to it."""
     if place.url is None:
-        sight.unseen.append("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
+        sight.unseen.append(NOT_ASKED)
         return
     thing = "the broker"  # what fails names its address, once that is known to hold no password
     try:

@@ -37,7 +37,7 @@ def _uuid(text: str) -> UUID:
         raise typer.BadParameter(f"{text!r} is not a UUID") from None
 
 
-app = noun("Start, inspect, retry and cancel jobs.")
+app = noun()
 
 JobId = Annotated[
     UUID,

@@ -383,7 +383,7 @@ def noun(help_text: str | None = None, **options: Any) -> Verbs:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,
-        no_args_is_help=help_text is not None,
+        no_args_is_help=True,
         **options,
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = noun("List, inspect and delete keys of things done once.")
+app = noun()
 
 Registry = Annotated[
     str | None,

@@ -62,7 +62,7 @@ from postroom.errors import Conflict, NotFound, PostroomError
 if TYPE_CHECKING:
     from postroom import Client
 
-app = noun("See and repair what the daemon keeps.")
+app = noun()
 
 Ids = Annotated[list[str] | None, several("Rows by row id or client_message_id", completion.rows)]
 Force = Annotated[

@@ -37,11 +37,11 @@ To = Annotated[
     ),
 ]
 
-daemons = noun("Run and check the daemon.")
-relays = noun("Pause and resume the relay to the broker.")
-brokers = noun("Run and check the broker.")
+daemons = noun()
+relays = noun()
+brokers = noun()
 consoles = noun()
-pipelines = noun("Run the pipelines over the history, with Spark.")
+pipelines = noun()
 
 
 @daemons.command("run")

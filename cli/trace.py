@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from cli import completion
-from cli.connect import PATIENCE, RESTARTING, TIMEOUT
+from cli.connect import NOT_ASKED, PATIENCE, RESTARTING, TIMEOUT
 from cli.noun import BrokerPlace, Json, Socket, noun
 from cli.output import coloured, draw, fold_command, folded, json_line, line_width, note
 from postroom import AsyncClient, BrokerClient, Unavailable
@@ -79,7 +79,7 @@ def trace(
             for problem in story.unread:
                 note(problem.detail)
             if broker.url is None:
-                note("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
+                note(NOT_ASKED)
         before, shown = story, {step.id: step for step in story.steps}
         waiting = [shown[wait.step] for wait in story.waits if wait.step in shown]
         if not follow or all(step.outcome == "dead" for step in waiting):

@@ -129,7 +129,7 @@ def failing(source: str) -> Verbs:
     return app
 
 
-app = noun("Run the worker that publishes; see its backlog, publish again.")
+app = noun()
 for _source in ("events", "deliveries"):
     app.add_typer(failing(_source), name=_source)
 
