@@ -130,12 +130,10 @@ class Breaker:
 class Limiter:
     """Redis behind a deadline and a breaker, and the configured fallback without it."""
 
-    def __init__(
-        self, redis: RedisWindow | None, local: LocalWindow, breaker: Breaker, config: LimiterConfig, metrics: Metrics
-    ) -> None:
+    def __init__(self, redis: RedisWindow | None, config: LimiterConfig, metrics: Metrics) -> None:
         self._redis = redis
-        self._local = local
-        self._breaker = breaker
+        self._local = LocalWindow(config)
+        self._breaker = Breaker(config.breaker_failures, config.breaker_seconds)
         self._config = config
         self._metrics = metrics
         self._failure: Exception | None = None  # of the last try

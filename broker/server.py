@@ -14,7 +14,7 @@ from broker.app import Services, build
 from broker.authentication import Authentication, read_admin_token
 from broker.config import BrokerConfig
 from broker.database import Database
-from broker.limiter import Breaker, Limiter, LocalWindow, RedisWindow, open_redis
+from broker.limiter import Limiter, RedisWindow, open_redis
 from broker.metrics import Metrics
 from broker.programs import Health
 from broker.retention import Sweeper
@@ -64,8 +64,7 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
             shared = RedisWindow(redis, config.limiter)
         database = await Database.open(config.database_url, connections=config.connections)
         stack.push_async_callback(database.close)
-        breaker = Breaker(config.limiter.breaker_failures, config.limiter.breaker_seconds)
-        limiter = Limiter(shared, LocalWindow(config.limiter), breaker, config.limiter, metrics)
+        limiter = Limiter(shared, config.limiter, metrics)
         store = AcceptStore(database, config.retention, MessageIds())
         yield Services(
             config=config,

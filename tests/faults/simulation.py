@@ -37,7 +37,7 @@ from broker.app import Services
 from broker.authentication import Authentication, Member, digest
 from broker.config import BrokerConfig
 from broker.database import Database
-from broker.limiter import Breaker, Limiter, LocalWindow
+from broker.limiter import Limiter
 from broker.metrics import Metrics
 from broker.programs import Health
 from broker.server import serving
@@ -240,7 +240,7 @@ class World:
         metrics = Metrics()
         pool = cast(Any, self.postgres)
         database = Database(pool, pool, pool)
-        limiter = Limiter(None, LocalWindow(config.limiter), Breaker(3, 2.0), config.limiter, metrics)
+        limiter = Limiter(None, config.limiter, metrics)
         accept = AcceptStore(database, config.retention, MessageIds(self._now, self._ids.randbytes))
         services = Services(
             config=config,
