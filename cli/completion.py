@@ -21,7 +21,6 @@ Complete = Callable[[typer.Context, str], list[str]]
 _SECONDS: Final = 1.0  # for which a shell may wait
 _MOST: Final = 200  # things that are read
 _URL: Final = "POSTROOM_BROKER_URL"
-_TOKENS: Final = ("POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE")
 
 
 def _offering(find: Callable[[dict[str, Any], list[str], str], Awaitable[Iterable[str]]]) -> Complete:
@@ -54,10 +53,10 @@ def _of_daemon(find: Callable[[AsyncClient, list[str], str], Awaitable[Iterable[
 
 def _of_broker(find: Callable[[BrokerClient, str | None, list[str]], Awaitable[Iterable[str]]]) -> Complete:
     async def ask(options: dict[str, Any], words: list[str], _: str) -> Iterable[str]:
-        from cli.connect import read_token  # noqa: PLC0415
+        from cli.connect import TOKEN_FILES, read_token  # noqa: PLC0415
         from postroom import BrokerClient  # noqa: PLC0415
 
-        file = options.get("token_file") or next(filter(None, map(os.environ.get, _TOKENS)), None)
+        file = options.get("token_file") or next(filter(None, map(os.environ.get, TOKEN_FILES)), None)
         token = read_token(None if file is None else Path(file))
         async with BrokerClient(options.get("url") or os.environ[_URL], token, patience=0, timeout=_SECONDS) as client:
             mesh = options.get("mesh") or os.environ.get("POSTROOM_MESH") or (await client.whoami()).mesh

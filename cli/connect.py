@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TOKEN_FILES: Final = ("POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE")  # the first that is set
 NOT_ASKED: Final = "the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE"
 PATIENCE: Final = 2.0  # seconds that a person waits for a daemon that is just being restarted
 RESTARTING: Final = 30.0  # seconds without any answer from a daemon or a broker that was there before

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from cli.connect import NOT_ASKED, read_token
+from cli.connect import NOT_ASKED, TOKEN_FILES, read_token
 from cli.stack import Stack
 from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
@@ -54,7 +54,7 @@ _VALUES: Final = {"--state": "state", "--socket": "socket", "--url": "url", "--t
 _ENVIRONMENT: Final = {
     "state": ("POSTROOM_STATE",),
     "url": ("POSTROOM_BROKER_URL",),
-    "token_file": ("POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"),
+    "token_file": TOKEN_FILES,
 }
 _PATHS: Final = ("state", "socket", "token_file")
 

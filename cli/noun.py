@@ -22,8 +22,9 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.models import TyperPath
 
 from cli import completion
-from cli.connect import PATIENCE, TIMEOUT, read_token
+from cli.connect import PATIENCE, TIMEOUT, TOKEN_FILES, read_token
 from cli.output import json_line, listing, note
+from postroom._wire.ids import MAX_ID_LENGTH
 from postroom._wire.names import check_name
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage
@@ -40,7 +41,6 @@ _DURATION: Final = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+")
 _PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 _RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:/s)?")
 _MOST_SECONDS: Final = 100 * 365.25 * 86400  # beyond a hundred years it is a slip of the pen
-MAX_ID: Final = 128  # characters
 MAX_LINE: Final = 64 * 1024  # bytes of one line of standard input
 _MAY_BE_EMPTY: Final = ("tenant", "topic", "group")  # options: these parts of a key of `once` may be
 
@@ -180,7 +180,7 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(
         "--token-file",
-        envvar=["POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"],
+        envvar=[*TOKEN_FILES],
         help="The file with the token to use.",
         metavar="FILE",
     ),
@@ -445,7 +445,7 @@ def ids_from_input() -> Iterator[str]:
             row_id = msgspec.json.decode(words)["id"] if words.startswith(b"{") else words.decode("ascii")
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError):
             row_id = None
-        if not isinstance(row_id, str) or len(row_id) > MAX_ID:
+        if not isinstance(row_id, str) or len(row_id) > MAX_ID_LENGTH:
             raise Fatal(Exit.USAGE, f"line {number} of standard input has no id: write one a line, or JSON with an id")
         if row_id:
             yield row_id

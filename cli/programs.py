@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from cli import completion
-from cli.connect import with_daemon
+from cli.connect import TOKEN_FILES, with_daemon
 from cli.noun import BrokerPlace, Config, Json, Reason, Socket, Url, noun, rate
 from cli.output import fields, json_line, line, note, reason_or_ask, show_findings, table
 from postroom._wire.words import counted
@@ -167,7 +167,7 @@ def features(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            envvar=["POSTROOM_BROKER_TOKEN_FILE", "POSTROOM_ADMIN_TOKEN_FILE"],  # an administrator's has no features
+            envvar=[*reversed(TOKEN_FILES)],  # an administrator's has no features
             help="The file with the token of a member.",
             metavar="FILE",
         ),
