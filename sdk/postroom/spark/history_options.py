@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
 _PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
 _CONNECTIONS: Final = 16  # by default: Postgres has 100 by its own default, and the brokers want most of them
-_NAMES: Final = (
-    "database_url",
-    "mesh",
-    "to",
-    "since",
-    "until",
-    "partition_rows",
-    "max_connections",
-    "max_rows_per_batch",
-    "failOnDataLoss",
-    "push_filters",
-)
 _EQUALS: Final = ("mesh", "sender", "to", "destination_kind", "client_message_id", "broker_message_id")
 _LAST: Final = 2**63 - 1
 _EARLIEST: Final = datetime(1, 1, 2, tzinfo=UTC)  # the very first of the times has none before it
@@ -55,6 +43,10 @@ class HistoryOptions(NamedTuple):
     max_rows_per_batch: int | None  # of a stream; None: no limit
     fail_on_data_loss: bool  # of a stream: where messages were deleted before it read them
     push_filters: bool  # apply the query's filters too; for a DataFrame of one query
+
+
+# In the style of Spark's own sources where those have the option too.
+_NAMES: Final = [name.replace("fail_on_data_loss", "failOnDataLoss") for name in HistoryOptions._fields]
 
 
 def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptions:

@@ -17,7 +17,7 @@ driver that runs the write again waits that long for one that was killed in betw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from uuid import UUID, uuid4, uuid5
@@ -50,14 +50,6 @@ _CLOSE_SECONDS: Final = 60.0  # for a restart of Postgres: by then every row is 
 _ERROR_CHARACTERS: Final = 1000
 
 
-class Child(NamedTuple):
-    """An activity to spawn; `request` is JSON."""
-
-    id: UUID
-    name: str
-    request: str
-
-
 class Answered(NamedTuple):
     """What leg 2 left: the result (JSON) of its work, and the owner of its lease where it has closed the job."""
 
@@ -83,11 +75,12 @@ async def ask(connection: Connection, activity: UUID) -> None:
 
 
 async def answer(
-    connection: Connection, activity: UUID, guid: str, result: str, children: Sequence[Child] = ()
+    connection: Connection, activity: UUID, guid: str, result: str, partitions: Mapping[UUID, str]
 ) -> Answered:
     """Run what is left of leg 2 for the message `guid`: its work, with its result, and its children, in one commit.
 
-    Where it was done before, it returns that result. Raises as `ask` does.
+    These are the activities of `partitions`, each with its request (JSON). Where it was done before, it returns that
+    result. Raises as `ask` does.
     """
     owner = uuid4()
     row = await _call(connection, "enter_leg2", activity, guid, owner, _LEASE)
@@ -104,9 +97,9 @@ async def answer(
         guid,
         owner,
         result,
-        [child.id for child in children],
-        [child.name for child in children],
-        [child.request for child in children],
+        list(partitions),
+        ["partition"] * len(partitions),
+        list(partitions.values()),
     )
     return Answered(result, owner if row["threshold_hit"] else None)
 
@@ -169,7 +162,9 @@ class JobOfWrite:
         """Derive the root's id from what identifies the write: its target, mesh, namespace and id columns."""
         self.id = job.id
         self._job = job
-        self._request = _json({"to": plan.to or plan.to_column, "namespace": plan.namespace, "id": plan.ids})
+        self._request = _json(
+            {"to": plan.options.to or plan.options.to_column, "namespace": plan.namespace, "id": plan.ids}
+        )
         self._root = uuid5(job.id, f"{job.mesh} {self._request}")
 
     def begin(self) -> None:
@@ -214,16 +209,13 @@ class JobOfWrite:
         job = await connection.fetchrow(QUERIES["find_job"], self.id)
         if job is not None and job["state"] == "completed":
             return
-        children = [
-            Child(partition_id(self._root, number), "partition", _json({"partition": number}))
-            for number in range(len(counts))
-        ]
-        write = await answer(connection, self._root, self._guid("write"), _json(counts), children)
+        partitions = {partition_id(self._root, number): _json({"partition": number}) for number in range(len(counts))}
+        write = await answer(connection, self._root, self._guid("write"), _json(counts), partitions)
         kept = msgspec.json.decode(write.result, type=list[Counts])
         for number, counted in enumerate(kept):
             child, guid = partition_id(self._root, number), self._guid(str(number))
             await ask(connection, child)
-            answered = await answer(connection, child, guid, _json(counted))
+            answered = await answer(connection, child, guid, _json(counted), {})
             if answered.closed_by is not None:
                 totals = {name: sum(getattr(each, name) for each in kept) for name in Counts.__struct_fields__}
                 await complete(connection, child, guid, answered.closed_by, _json({"partitions": len(kept), **totals}))

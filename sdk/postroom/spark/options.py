@@ -72,7 +72,7 @@ class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)] = 1000
     wait: Wait = "queued"
     namespace: str | None = None
-    on_conflict: str = FAIL
+    on_conflict: str = FAIL  # or a directory; the next one likewise
     on_refused: str = FAIL
     job: str | None = None
     mesh: str | None = None
@@ -90,32 +90,23 @@ class WriteJob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """What an executor needs to write rows; `priority` is a column unless it is one of the three words."""
+    """What an executor needs to write rows: the options, and what follows from them."""
 
     schema: types.StructType
-    to: str | None
-    to_column: str | None
+    options: SinkOptions
     ids: tuple[str, ...]
-    body: str | None
-    meta: str | None
-    priority: str
-    socket: str | None
-    batch_size: int
-    wait: Wait
     namespace: str
-    on_conflict: str  # FAIL, or a directory; the next one likewise
-    on_refused: str
-    job: WriteJob | None = None
+    job: WriteJob | None
 
     @property
     def target(self) -> str:
         """Where the rows go, in words."""
-        return self.to or f"the destinations in `{self.to_column}`"
+        return self.options.to or f"the destinations in `{self.options.to_column}`"
 
     @property
     def priority_column(self) -> str | None:
-        """The column with each row's priority, if there is one."""
-        return None if self.priority in get_args(Priority) else self.priority
+        """The column with each row's priority; None where the option is one of the three words."""
+        return None if self.options.priority in get_args(Priority) else self.options.priority
 
 
 def plan_write(options: Mapping[str, str], schema: types.StructType) -> WritePlan:
@@ -137,18 +128,9 @@ def plan_write(options: Mapping[str, str], schema: types.StructType) -> WritePla
     target = chosen.to or f"column {chosen.to_column}"  # it does not depend on how the rows are cut into tasks
     plan = WritePlan(
         schema=schema,
-        to=chosen.to,
-        to_column=chosen.to_column,
+        options=chosen,
         ids=ids,
-        body=chosen.body,
-        meta=chosen.meta,
-        priority=chosen.priority,
-        socket=chosen.socket,
-        batch_size=chosen.batch_size,
-        wait=chosen.wait,
         namespace=chosen.namespace or " ".join(filter(None, [target, given.get("queryname")])),
-        on_conflict=chosen.on_conflict,
-        on_refused=chosen.on_refused,
         job=_job(chosen),
     )
     _check_columns(plan)
@@ -197,24 +179,24 @@ def _job(chosen: SinkOptions) -> WriteJob | None:
 
 def _check_columns(plan: WritePlan) -> None:
     """Check that every column exists once, and has a type that its option can use."""
-    names = plan.schema.fieldNames()
+    names, meta, body = plan.schema.fieldNames(), plan.options.meta, plan.options.body
     if twice := {name for name in names if names.count(name) > 1}:
         _refuse(None, f"the DataFrame has more than one column `{min(twice)}`: rename one")
     for name in plan.ids:
         check_id_type(name, _column(plan, "id", name))
-    for option, text in (("to_column", plan.to_column), ("priority", plan.priority_column)):
+    for option, text in (("to_column", plan.options.to_column), ("priority", plan.priority_column)):
         if text is not None and not isinstance(_column(plan, option, text), types.StringType):
             _refuse(option, f"the column `{text}` of the option `{option}` must be text")
-    if plan.meta is not None and not isinstance(kind := _column(plan, "meta", plan.meta), types.StringType):
+    if meta is not None and not isinstance(kind := _column(plan, "meta", meta), types.StringType):
         if not isinstance(kind, (types.StructType, types.MapType)):
             expected = "must be a struct, a map, or text with JSON objects"
-            _refuse("meta", f"the column `{plan.meta}` of the option `meta` {expected}")
-        check_type(plan.meta, kind)
-    if plan.body is None:
+            _refuse("meta", f"the column `{meta}` of the option `meta` {expected}")
+        check_type(meta, kind)
+    if body is None:
         for field in plan.schema:
             check_type(field.name, field.dataType)
-    elif not isinstance(kind := _column(plan, "body", plan.body), (types.StringType, types.BinaryType)):
-        check_type(plan.body, kind)
+    elif not isinstance(kind := _column(plan, "body", body), (types.StringType, types.BinaryType)):
+        check_type(body, kind)
 
 
 def _column(plan: WritePlan, option: str, name: str) -> types.DataType:

@@ -87,8 +87,8 @@ class RowReader:
 
     def slices(self, batch: pa.RecordBatch) -> Iterator[list[Row]]:
         """Yield the rows of a batch, `batch_size` at a time, so that not all large bodies are in memory twice."""
-        for start in range(0, batch.num_rows, self._plan.batch_size):
-            part = batch.slice(start, self._plan.batch_size)
+        for start in range(0, batch.num_rows, self._plan.options.batch_size):
+            part = batch.slice(start, self._plan.options.batch_size)
             try:
                 rows = self._rows(_Columns(part, self._schema, self._converters, self._read))
                 self._read += part.num_rows
@@ -134,7 +134,7 @@ class RowReader:
                 texts,
                 encoded,
                 self._metas(columns, keys),
-                repeat(self._plan.priority)
+                repeat(self._plan.options.priority)
                 if priority is None
                 else ("next" if each is None else each for each in columns.raw(priority)),
                 strict=False,  # what is the same for all rows repeats without end
@@ -151,17 +151,17 @@ class RowReader:
         return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
 
     def _destinations(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[str]:
-        if self._plan.to_column is None:
-            return repeat(self._plan.to or "")
-        destinations = columns.raw(self._plan.to_column)
+        if self._plan.options.to_column is None:
+            return repeat(self._plan.options.to or "")
+        destinations = columns.raw(self._plan.options.to_column)
         if None in destinations:
             row = key_text(self._plan, keys[destinations.index(None)])
-            raise _unusable(f"the row {row} has no destination: its `{self._plan.to_column}` is null")
+            raise _unusable(f"the row {row} has no destination: its `{self._plan.options.to_column}` is null")
         return iter(destinations)
 
     def _bodies(self, columns: _Columns) -> tuple[Iterator[str | None], Iterator[str | None]]:
         """Return the bodies as text and as base64; a row has one of them, or none where its column is null."""
-        name = self._plan.body
+        name = self._plan.options.body
         if name is None:
             names = columns.names
             rows = zip(*map(columns.json, names), strict=True)
@@ -175,7 +175,7 @@ class RowReader:
         return iter([None if v is None else _encode(v).decode() for v in columns.json(name)]), repeat(None)
 
     def _metas(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[dict[str, Any] | None]:
-        name = self._plan.meta
+        name = self._plan.options.meta
         if name is None:
             return repeat(None)
         if isinstance(self._plan.schema[name].dataType, types.StringType):
@@ -190,7 +190,7 @@ class RowReader:
             refuse_duplicate_keys(text.encode())
         except (msgspec.DecodeError, RecursionError, InvalidMessage) as error:
             row = key_text(self._plan, key)
-            raise _unusable(f"`{self._plan.meta}` of the row {row} is not a JSON object: {error}") from error
+            raise _unusable(f"`{self._plan.options.meta}` of the row {row} is not a JSON object: {error}") from error
         return meta
 
 

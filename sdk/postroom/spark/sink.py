@@ -165,7 +165,7 @@ def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool)
         detail = 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream'
         raise InvalidMessage.of("invalid_option", detail, field="mode")
     plan = plan_write(options, schema)
-    for option, directory in (("on_conflict", plan.on_conflict), ("on_refused", plan.on_refused)):
+    for option, directory in (("on_conflict", plan.options.on_conflict), ("on_refused", plan.options.on_refused)):
         if directory != FAIL:
             prepare_directory(option, directory)
     return plan
@@ -184,11 +184,11 @@ def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
         f"{name} to {plan.target}: {tally.accepted} accepted, {tally.duplicate} duplicate, {len(conflicts)} conflict"
         + (f", {len(refused)} refused" if refused else "")
     )
-    if conflicts and plan.on_conflict != FAIL:
-        _say(f"the keys of the conflicts are in {write_problems(plan, plan.on_conflict, name, conflicts)}")
+    if conflicts and plan.options.on_conflict != FAIL:
+        _say(f"the keys of the conflicts are in {write_problems(plan, plan.options.on_conflict, name, conflicts)}")
         conflicts = []
-    if refused and plan.on_refused != FAIL:
-        _say(f"the refused rows are in {write_problems(plan, plan.on_refused, f'{name}-refused', refused)}")
+    if refused and plan.options.on_refused != FAIL:
+        _say(f"the refused rows are in {write_problems(plan, plan.options.on_refused, f'{name}-refused', refused)}")
         refused = []
     if remaining := refused + conflicts:
         raise failure(plan, remaining)
@@ -245,19 +245,19 @@ def post(plan: WritePlan, batches: Iterator[pa.RecordBatch], task: SparkTask) ->
 
 
 async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent: str) -> Tally:
-    async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
+    async with AsyncClient(plan.options.socket, patience=ABSENT_SECONDS) as client:
         version = await client.version()  # with less patience: a host without a daemon fails soon
     # refuse to send the rows of a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
         detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
         raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
     task = _Task(plan, traceparent)
-    reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
+    reader = RowReader(plan, None if plan.options.on_refused == FAIL else task.refuse)
     async with (
-        AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
+        AsyncClient(plan.options.socket, patience=PATIENCE_SECONDS) as client,
         aclosing(_slices(reader, batches)) as slices,
     ):
-        if plan.wait == "queued":
+        if plan.options.wait == "queued":
             await task.send(client, slices)
         else:
             await task.send_and_await_broker(client, slices)
@@ -280,7 +280,7 @@ class _Task:
         self._traceparent = traceparent
         self._on_the_way: dict[int, Row] = {}  # by line
         self._not_accepted: deque[tuple[Row, SendResult]] = deque()  # by the broker, with `wait=accepted`
-        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be under way to it
+        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.options.batch_size)  # rows that may be under way to it
         self._changed = asyncio.Event()  # there is more to wait for, or all is sent
         self._sent = False
 
@@ -312,7 +312,7 @@ class _Task:
                     row = self._on_the_way.pop(result.line)
                     if result.result is not None:
                         self._count(result.result, 1)
-                        if self._plan.wait == "accepted" and result.result.status != "done":
+                        if self._plan.options.wait == "accepted" and result.result.status != "done":
                             self._not_accepted.append((row, result.result))
                             self._changed.set()
                         else:
@@ -340,7 +340,7 @@ class _Task:
         line = 0
         async for rows in slices:
             for row in rows:
-                if self._plan.wait == "accepted":
+                if self._plan.options.wait == "accepted":
                     await self._room.acquire()
                 line += 1
                 self._on_the_way[line] = row
@@ -373,7 +373,7 @@ class _Task:
             await self._changed.wait()
             self._changed.clear()
             while self._not_accepted:
-                size = min(self._plan.batch_size, len(self._not_accepted))
+                size = min(self._plan.options.batch_size, len(self._not_accepted))
                 queued = [self._not_accepted.popleft() for _ in range(size)]
                 ids = [result.client_message_id for _, result in queued]
                 for (row, result), sent in zip(queued, await client.wait_many(ids, PATIENCE_SECONDS), strict=True):

@@ -42,7 +42,7 @@ def schema(**columns: DataType) -> StructType:
 
 def test_the_least_that_a_write_needs_is_a_destination_and_an_id() -> None:
     plan = plan_write(ENOUGH, schema())
-    assert (plan.to, plan.ids, plan.priority, plan.wait, plan.namespace) == (
+    assert (plan.options.to, plan.ids, plan.options.priority, plan.options.wait, plan.namespace) == (
         "topic:orders",
         ("order_id",),
         "next",
@@ -146,7 +146,7 @@ def test_a_write_without_a_destination_is_refused() -> None:
 def test_a_column_that_json_cannot_say_is_refused_unless_the_body_is_another(kind: DataType) -> None:
     with pytest.raises(InvalidMessage, match=r"`odd.*cast it"):
         plan_write(ENOUGH, schema(odd=kind))
-    assert plan_write(ENOUGH | {"body": "line"}, schema(odd=kind)).body == "line"
+    assert plan_write(ENOUGH | {"body": "line"}, schema(odd=kind)).options.body == "line"
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
