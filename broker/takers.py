@@ -137,7 +137,7 @@ class Takers:
         """Say of what waits for a consumer that it is paused, or deleted; `durables` are known already."""
         others = {taker.mesh for taker in self._draft.takers.values() if taker.consumer not in durables}
         if others:  # in streams that nothing of the story is known to be in, or nowhere
-            durables |= {info.name: info async for info in each_durable(self._js, others)}
+            durables |= {info.name: info async for _, info in each_durable(self._js, others)}
         for step, taker in self._draft.takers.items():
             info = durables.get(taker.consumer)
             if info is None:
@@ -195,7 +195,7 @@ class Takers:
         try:
             durables = {
                 (context_of(filters_of(info.config)[0]), info.name)
-                async for info in each_durable(self._js, self._draft.contexts)
+                async for _, info in each_durable(self._js, self._draft.contexts)
             }
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the agents of a message") from error

@@ -116,7 +116,7 @@ class Consumers(Handlers):
                     raise PostroomError(unread)
                 try:
                     meshes = None if asked.mesh is None else [asked.mesh]
-                    durables = [one async for one in each_durable(js, meshes)]
+                    durables = [one async for _, one in each_durable(js, meshes)]
                     running = await self._running(js, meshes, request) if verb == "delete" else set()
                 except NATS_ERRORS as error:
                     raise from_nats(error, "looking for the consumers") from error

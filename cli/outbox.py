@@ -397,14 +397,15 @@ def install(
 
     if database is None:
         raise Fatal(Exit.USAGE, "name the application's database: --database, or POSTROOM_OUTBOX_DATABASE_URL")
-    installed = asyncio.run(install_there(database, roles=role or (), meshes=mesh or ()))
+    roles, meshes = role or [], mesh or []
+    applied = asyncio.run(install_there(database, roles=roles, meshes=meshes))
     if as_json:
-        json_line(installed._asdict())
+        json_line({"applied": applied, "roles": roles, "meshes": meshes})
         return
-    line("installed: " + ", ".join(installed.applied) if installed.applied else "the outbox is up to date")
-    for name in installed.roles:
+    line("installed: " + ", ".join(applied) if applied else "the outbox is up to date")
+    for name in roles:
         line(f"the role {name} may emit")
-    for name in installed.meshes:
+    for name in meshes:
         line(f"events may go to the mesh {name}")
 
 

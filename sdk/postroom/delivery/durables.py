@@ -56,17 +56,14 @@ async def list_durables(
     """
     return [
         _durable(info, _own(begun, stream, info), await _oldest(js, info) if oldest else None)
-        async for stream, info in _each(js, meshes)
+        async for stream, info in each_durable(js, meshes)
     ]
 
 
-async def each_durable(js: JetStreamContext, meshes: Collection[str] | None) -> AsyncIterator[ConsumerInfo]:
-    """Yield what NATS knows of the durable consumers of the streams of `meshes`, or of all, by stream and name."""
-    async for _, info in _each(js, meshes):
-        yield info
-
-
-async def _each(js: JetStreamContext, meshes: Collection[str] | None) -> AsyncIterator[tuple[StreamInfo, ConsumerInfo]]:
+async def each_durable(
+    js: JetStreamContext, meshes: Collection[str] | None
+) -> AsyncIterator[tuple[StreamInfo, ConsumerInfo]]:
+    """Yield the streams of `meshes`, or all, with each of their durable consumers, by stream and name."""
     own = None if meshes is None else tuple(start for mesh in meshes for start in (f"{mesh}.", f"cmd.{mesh}."))
     for stream in sorted((await all_streams(js)).infos, key=lambda stream: stream.config.name or ""):
         if own is None or any(subject.startswith(own) for subject in stream.config.subjects or []):

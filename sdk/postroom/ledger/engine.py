@@ -21,19 +21,17 @@ from uuid import UUID
 
 import structlog
 
-from postroom._wire.sql import load_queries
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import Connection, Pool
 from postroom.chassis.runtime import load_named
 from postroom.flow import Flow, check_flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
-from postroom.ledger.legs import HandlerFailed, Running, most_attempts, run_leg1, run_leg2
+from postroom.ledger.legs import QUERIES, HandlerFailed, Running, most_attempts, run_leg1, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
 from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)
 
-QUERIES: Final = load_queries("postroom.ledger", "engine.sql")
 MOST_AT_ONCE: Final = 100  # requests that one look sends again
 _MOST_BROUGHT_BACK: Final = 100  # messages that one look brings back
 _DEFAULT_POLICY: Final = RetryPolicy()

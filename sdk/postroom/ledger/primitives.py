@@ -26,7 +26,7 @@ from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inacti
 QUERIES: Final = load_queries("postroom.ledger")
 # what an entry returns of a leg, in the order of the leg's fields after its claim
 _LEG1: Final = itemgetter("job_id", "context", "name", "request", "ledger", "attempt", "last_error", "trace")
-_LEG2: Final = itemgetter("job_id", "context", "name", "activity_ledger", "ledger", "attempt", "last_error", "trace")
+_LEG2: Final = itemgetter("job_id", "context", "name", "ledger", "attempt", "last_error", "trace")
 
 
 class Start(NamedTuple):
@@ -112,7 +112,6 @@ class Leg2(NamedTuple):
     job: UUID
     context: str
     name: str
-    activity_ledger: int
     ledger: int
     attempt: int
     last_error: str | None

@@ -76,23 +76,14 @@ class _Send(msgspec.Struct):
     message: _Sent
 
 
-class Spawned(NamedTuple):
-    """Leg 1 is due."""
-
-    activity: UUID
-    name: str
-    flow: str
-    guid: str
-
-
 class Due(NamedTuple):
-    """Leg 2 is due."""
+    """A leg is due: leg 2 with its answer, leg 1 without."""
 
     activity: UUID
     name: str
     flow: str
     guid: str
-    answer: Answer
+    answer: Answer | None = None
 
 
 class Answering(NamedTuple):
@@ -103,7 +94,7 @@ class Answering(NamedTuple):
     guid: str
 
 
-Meaning = Spawned | Due | Answering | None
+Meaning = Due | Answering | None
 
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
 _decode_answering: Final = msgspec.json.Decoder(_Answering).decode
@@ -146,14 +137,14 @@ def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
         raise InvalidMessage.of("invalid_answer", detail) from error
 
 
-def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
+def _own(event: str, guid: str, delivery: Delivery) -> Due:
     try:
         body = _decode_body(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"{delivery.message_id} is not a valid {event}: {error}"
         raise InvalidMessage.of("invalid_job_message", detail) from error
     if event == SPAWNED:
-        return Spawned(body.activity, body.name, body.flow, body.guid or guid)
+        return Due(body.activity, body.name, body.flow, body.guid or guid)
     if event == CYCLED:
         return Due(body.activity, body.name, body.flow, guid, _answer(delivery, body.request))
     answer = _answer(delivery, body.answer, _uuid(body.request), body.event)
@@ -215,7 +206,7 @@ class JobHandler:
             meaning is None
             or meaning.flow != self._engine.flow.name
             # an answer may have been set aside by a worker that could not know whether it is awaited
-            or (isinstance(meaning, Due) and not self._awaits(meaning.name, meaning.answer.event))
+            or (meaning.answer is not None and not self._awaits(meaning.name, meaning.answer.event))
         ):
             self._engine.counters.ignored += 1
             await settle(delivery, DONE)
@@ -238,7 +229,7 @@ class JobHandler:
         activity = self._engine.flow.activities.get(name)
         return event is None or activity is None or activity.answer in {None, event}
 
-    async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
+    async def _move_on(self, delivery: Delivery, meaning: Due) -> Outcome:
         """Run the steps that are due; a message that was delivered too often fails its activity: no job waits."""
         try:
             if delivery.attempt > _MOST_DELIVERIES:
@@ -247,7 +238,7 @@ class JobHandler:
                 )
                 return Dead(MAX_DELIVER, ACK_TIMEOUT)
             async with self._slots:
-                if isinstance(meaning, Spawned):
+                if meaning.answer is None:
                     await self._engine.spawned(meaning.activity, meaning.name, meaning.guid)
                 else:
                     await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)

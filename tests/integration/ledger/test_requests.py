@@ -10,7 +10,8 @@ import asyncpg
 import pytest
 from support.ledgers import Jobs
 
-from postroom.ledger.engine import MOST_AT_ONCE, QUERIES
+from postroom.ledger.engine import MOST_AT_ONCE
+from postroom.ledger.legs import QUERIES
 
 MANY = 5000
 OVERDUE = """

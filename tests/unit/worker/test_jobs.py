@@ -12,7 +12,7 @@ import pytest
 from postroom.delivery.message import Delivery
 from postroom.errors import InvalidMessage
 from postroom.ledger.primitives import Answer
-from postroom.worker.jobs import Answering, Due, Spawned, answer_of, read
+from postroom.worker.jobs import Answering, Due, answer_of, read
 
 ACTIVITY, REQUEST = uuid4(), UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # a name of cases is the same in each process
 OWN: dict[str, Any] = {"job": str(uuid4()), "activity": str(ACTIVITY), "flow": "export", "name": "load"}
@@ -26,7 +26,7 @@ def delivery(event: str, body: Any, **headers: str) -> Delivery:
 
 
 def test_the_engines_own_events_name_the_activity_and_what_is_due() -> None:
-    assert read(delivery("activity_spawned", OWN)) == Spawned(ACTIVITY, "load", "export", "m-1")
+    assert read(delivery("activity_spawned", OWN)) == Due(ACTIVITY, "load", "export", "m-1")
     cycled = read(delivery("activity_cycled", {**OWN, "request": {"page": 2}}))
     assert cycled == Due(ACTIVITY, "load", "export", "m-1", Answer('{"page":2}'))
     retried = read(delivery("activity_retried", {**OWN, "guid": "m-0", "answer": [1], "request": str(REQUEST)}))
@@ -34,7 +34,7 @@ def test_the_engines_own_events_name_the_activity_and_what_is_due() -> None:
 
 
 def test_a_message_that_was_set_aside_comes_again_as_itself() -> None:
-    assert read(delivery("activity_spawned", {**OWN, "guid": "m-0"})) == Spawned(ACTIVITY, "load", "export", "m-0")
+    assert read(delivery("activity_spawned", {**OWN, "guid": "m-0"})) == Due(ACTIVITY, "load", "export", "m-0")
     answer = {"guid": "m-0", "answer": 1, "request": str(REQUEST), "event": "extracted"}
     again = read(delivery("activity_retried", {**OWN, **answer}))
     assert again == Due(ACTIVITY, "load", "export", "m-0", Answer("1", REQUEST, "extracted"))
@@ -42,7 +42,7 @@ def test_a_message_that_was_set_aside_comes_again_as_itself() -> None:
 
 def test_a_replay_is_the_message_that_it_replays() -> None:
     spawned = read(delivery("activity_spawned", OWN, Postroom_Replay_Of="m-0"))
-    assert isinstance(spawned, Spawned)
+    assert isinstance(spawned, Due)
     assert spawned.guid == "m-0"
 
 

@@ -8,7 +8,7 @@ offers for its own database, without a server.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from postroom import delivery
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, Result
@@ -50,19 +50,12 @@ _TABLES: Final = (EVENTS, LETTERS)
 _OLDEST: Final = 16  # the first major version of Postgres that has everything that is used
 
 
-class Installed(NamedTuple):
-    """The migrations that an installation applied, the roles that may emit now, and the meshes that it added."""
-
-    applied: list[str]
-    roles: list[str]
-    meshes: list[str]
-
-
-async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] = ()) -> Installed:
+async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] = ()) -> list[str]:
     """Create the tables in the database at `url`, or update them, and let `roles` emit; repeating it changes nothing.
 
-    `meshes` are those that may be emitted to until a worker knows more. Raises `Fatal`: 69 where Postgres can't be
-    reached, 77 where the role of `url` is not allowed to, 78 where the database, a role or a mesh cannot be used.
+    `meshes` are those that may be emitted to until a worker knows more. Returns the migrations that were applied.
+    Raises `Fatal`: 69 where Postgres can't be reached, 77 where the role of `url` is not allowed to, 78 where the
+    database, a role or a mesh cannot be used.
     """
     async with connected(url) as connection:
         has_broker = await _check(connection, roles)
@@ -81,7 +74,7 @@ async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] 
         for role in roles:
             await connection.execute(await connection.fetchval(QUERIES["write_grants"], role))
         await connection.execute(QUERIES["add_meshes"], list(meshes))
-    return Installed(applied, list(roles), list(meshes))
+    return applied
 
 
 async def know_meshes(pool: Pool, meshes: Sequence[str]) -> None:
