@@ -17,6 +17,16 @@ DAY: Final = 86_400.0  # seconds
 _LEAST_AGE: Final = 0.1  # seconds, NATS's own
 KIB: Final = 1024  # bytes
 
+# The limits of a stream, as one is declared and as those of all meshes are.
+_Age = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+_Bytes = Annotated[int, Meta(ge=1)]
+_Replicas = Annotated[int, Meta(ge=1, le=5)]
+_Window = Annotated[float, Meta(ge=_LEAST_AGE, le=MAX_SECONDS)]
+_OF_AGE: Final = Meta(description="age at which a message is deleted, in seconds; 0: never")
+_OF_BYTES: Final = "size at which the oldest messages are deleted, in bytes"
+_OF_REPLICAS: Final = Meta(description="number of servers of a cluster that keep a copy")
+_OF_WINDOW: Final = Meta(description="how long a second publish of the same message id is dropped, in seconds")
+
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Subjects = Annotated[str, Meta(pattern=SUBJECTS.schema)]
 Retention = Literal["limits", "workqueue", "interest"]
@@ -88,23 +98,11 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         Retention,
         Meta(description="keep until a limit, until one consumer has acknowledged it, or while a consumer needs it"),
     ] = "limits"
-    max_age_seconds: Annotated[
-        float, Meta(ge=0, le=MAX_SECONDS, description="age at which a message is deleted, in seconds; 0: never")
-    ] = 0
-    max_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="size at which the oldest messages are deleted, in bytes; unset: no limit"),
-    ] = None
+    max_age_seconds: Annotated[_Age, _OF_AGE] = 0
+    max_bytes: Annotated[_Bytes | None, Meta(description=f"{_OF_BYTES}; unset: no limit")] = None
     storage: Annotated[Literal["file"], Meta(description="where it is kept: always in files")] = "file"
-    replicas: Annotated[int, Meta(ge=1, le=5, description="number of servers of a cluster that keep a copy")] = 1
-    duplicate_window_seconds: Annotated[
-        float,
-        Meta(
-            ge=_LEAST_AGE,
-            le=MAX_SECONDS,
-            description="how long a second publish of the same message id is dropped, in seconds",
-        ),
-    ] = 120
+    replicas: Annotated[_Replicas, _OF_REPLICAS] = 1
+    duplicate_window_seconds: Annotated[_Window, _OF_WINDOW] = 120
 
     def __post_init__(self) -> None:
         """Check what no annotation can say."""
@@ -114,13 +112,8 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Limits of the streams of one kind; what is unset has its default, and is left alone where a stream exists."""
 
-    max_age_seconds: Annotated[
-        Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None,
-        Meta(description="age at which a message is deleted, in seconds; 0: never"),
-    ] = None
-    max_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest messages are deleted, in bytes")
-    ] = None
+    max_age_seconds: Annotated[_Age | None, _OF_AGE] = None
+    max_bytes: Annotated[_Bytes | None, Meta(description=_OF_BYTES)] = None
 
     def __post_init__(self) -> None:
         """Check what no annotation can say."""
@@ -130,13 +123,8 @@ class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Limits of the streams that a worker creates for each mesh, later ones too; unset limits as in `KindDefaults`."""
 
-    replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="number of servers of a cluster that keep a copy")
-    ] = None
-    duplicate_window_seconds: Annotated[
-        Annotated[float, Meta(ge=_LEAST_AGE, le=MAX_SECONDS)] | None,
-        Meta(description="how long a second publish of the same message id is dropped, in seconds"),
-    ] = None
+    replicas: Annotated[_Replicas | None, _OF_REPLICAS] = None
+    duplicate_window_seconds: Annotated[_Window | None, _OF_WINDOW] = None
     events: KindDefaults = msgspec.field(default_factory=KindDefaults)
     commands: KindDefaults = msgspec.field(default_factory=KindDefaults)
     inbox: KindDefaults = msgspec.field(default_factory=KindDefaults)
