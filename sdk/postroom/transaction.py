@@ -51,7 +51,6 @@ class AsyncConnection(Protocol):
 
     def execute(self, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         """Run a statement."""
-        ...
 
 
 class _Options(TypedDict, total=False):

@@ -150,19 +150,15 @@ class Claims(Protocol):
         A row that is wanted is its key, and then the other columns of a new row. Of several that are the same, the
         first is claimed.
         """
-        ...
 
     async def look_up(self, keys: Sequence[Key]) -> dict[Key, Row]:
         """Return the rows that exist."""
-        ...
 
     async def renew(self, held: Sequence[tuple[Key, str]], lease: float) -> list[datetime | None]:
         """Prolong the leases that these owners still have, to `lease` seconds from now; None where one has ended."""
-        ...
 
     async def settle(self, ended: Sequence[Ended]) -> list[bool]:
         """End attempts whose lease still holds; return whether it did."""
-        ...
 
 
 class Table(NamedTuple):

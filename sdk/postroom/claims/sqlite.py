@@ -19,7 +19,6 @@ class Run(Protocol):
 
     def __call__(self, step: Callable[[sqlite3.Connection, float], T], /) -> Awaitable[T]:
         """Return what the step returned."""
-        ...
 
 
 class SqliteClaims:

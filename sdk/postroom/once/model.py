@@ -91,27 +91,21 @@ class Store(Claims, Protocol):
 
     async def now(self) -> datetime:
         """Return the time, by the clock that its keys' times are taken from."""
-        ...
 
     async def purge(self, age: float, limit: int) -> int:
         """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""
-        ...
 
     async def find(self, wanted: KeysQuery) -> list[KeptKey]:
         """Return the keys that are wanted, latest end (or end of the lease) first."""
-        ...
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """Delete a key without a lease, and log the actor and the reason; return whether it did."""
-        ...
 
     async def forgotten(self, scope: Scope) -> list[KeyNote]:
         """Return the operations that deleted this key, in order."""
-        ...
 
     async def close(self) -> None:
         """Close the store. A second call, or one in a forked process, does nothing."""
-        ...
 
 
 class KeyHeld(Conflict):

@@ -93,7 +93,6 @@ class Outlet(Protocol):
 
     def rounds(self, messages: Sequence[Outgoing]) -> AsyncIterator[set[int]]:
         """Publish until everything is there; after each round yield the causes of what is not."""
-        ...
 
     async def close(self) -> None:
         """Publish nothing more."""

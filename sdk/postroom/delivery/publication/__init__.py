@@ -65,7 +65,6 @@ class Claim(Protocol):
         stream has lost one of them. Those of `placed` that are `gone` from their streams are unpublished again too,
         unless they are settled. Return whether any shared a number.
         """
-        ...
 
 
 class Search(NamedTuple):
@@ -94,32 +93,26 @@ class Source(Protocol):
 
     def claim(self, limits: PublisherSettings) -> AbstractAsyncContextManager[Claim]:
         """Take due messages in hand, oldest first."""
-        ...
 
     async def now(self) -> datetime:
         """Return the time, by the clock that its times of publishing are taken from."""
-        ...
 
     async def all_marked(self) -> bool:
         """Wait until what has been published by now is marked so; False where that cannot be known.
 
         Then a search may miss what a publisher is publishing, and has to be repeated.
         """
-        ...
 
     async def requeue_lost(self, search: Search) -> int:
         """Make unpublished, under the next epoch, what is lost and was not settled; return how many messages."""
-        ...
 
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
     ) -> Placed | None:
         """Return the message with the highest number of a stream from `first` to `last`, without those in `missing`."""
-        ...
 
     async def prune(self) -> None:
         """Forget what was published so long ago that it is not needed any more."""
-        ...
 
 
 def message_id(identity: str, epoch: int) -> str:
