@@ -12,7 +12,7 @@ import msgspec
 
 from postroom._wire import administration as api
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, Features, SentMessage
-from postroom._wire.arguments import check_seconds, check_verb, segment
+from postroom._wire.arguments import check_seconds, check_verb, path_of, segment
 from postroom._wire.connections import Pool, url_dial
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
@@ -92,7 +92,7 @@ class BrokerClient(Calls):
 
         With `keep_old` it stays valid until `retire_member_token`; raises `Conflict` where there are two already.
         """
-        path = _path("members", mesh, name, "token") + ("?keep_old=true" if keep_old else "")
+        path = path_of("members", mesh, name, "token") + ("?keep_old=true" if keep_old else "")
         return await self._change("POST", path, api.MemberToken)
 
     async def retire_member_token(self, mesh: str, name: str) -> None:
@@ -114,7 +114,7 @@ class BrokerClient(Calls):
 
     async def rotate_operator_token(self, name: str) -> api.OperatorToken:
         """Give an operator a new token, which is shown only once; the old one is refused from then on."""
-        return await self._change("POST", _path("operators", name, "token"), api.OperatorToken)
+        return await self._change("POST", path_of("operators", name, "token"), api.OperatorToken)
 
     async def create_topic(self, mesh: str, name: str) -> api.Topic:
         """Create a topic; raises `Conflict` where there is one of that name."""
@@ -130,12 +130,12 @@ class BrokerClient(Calls):
 
     async def subscribe(self, mesh: str, topic: str, member: str | None = None) -> api.Subscription:
         """Subscribe a member (default: the token's own) to a topic."""
-        path = _path("topics", mesh, topic, "subscriptions")
+        path = path_of("topics", mesh, topic, "subscriptions")
         return await self._change("POST", path, api.Subscription, api.Subscribe(member=member))
 
     async def list_subscriptions(self, mesh: str, topic: str) -> list[api.Subscription]:
         """Return the subscribers of a topic, by member."""
-        return (await self._read(_path("topics", mesh, topic, "subscriptions"), api.SubscriptionList)).subscriptions
+        return (await self._read(path_of("topics", mesh, topic, "subscriptions"), api.SubscriptionList)).subscriptions
 
     async def unsubscribe(self, mesh: str, topic: str, member: str) -> None:
         """End a member's subscription."""
@@ -143,13 +143,13 @@ class BrokerClient(Calls):
 
     async def create_webhook(self, mesh: str, topic: str, url: str) -> api.NewWebhook:
         """Post a topic's messages to `url` from now on; return the secret that signs them, shown only once."""
-        path, wanted = _path("topics", mesh, topic, "webhooks"), api.CreateWebhook(url=url)
+        path, wanted = path_of("topics", mesh, topic, "webhooks"), api.CreateWebhook(url=url)
         shown = f"`postroom topic webhook list {topic}` shows it if so; remove it before you add it again"
         return await self._change("POST", path, api.NewWebhook, wanted, unsure=shown)
 
     async def list_webhooks(self, mesh: str, topic: str) -> list[api.Webhook]:
         """Return the webhooks of a topic, the oldest first."""
-        return (await self._read(_path("topics", mesh, topic, "webhooks"), api.WebhookList)).webhooks
+        return (await self._read(path_of("topics", mesh, topic, "webhooks"), api.WebhookList)).webhooks
 
     async def delete_webhook(self, mesh: str, topic: str, webhook: str) -> None:
         """Delete a webhook of a topic by its id."""
@@ -169,7 +169,7 @@ class BrokerClient(Calls):
 
     async def message(self, broker_message_id: str) -> api.HistoryMessage:
         """Return one accepted message; raises `NotFound`."""
-        return await self._read(_path("messages", broker_message_id), api.HistoryMessage)
+        return await self._read(path_of("messages", broker_message_id), api.HistoryMessage)
 
     async def messages(self, query: api.MessagesQuery) -> api.MessageLines:
         """Return one page of the messages that match `query`, the latest first, without their bodies."""
@@ -177,7 +177,7 @@ class BrokerClient(Calls):
 
     async def trace(self, id_: str) -> Story:
         """Return what the broker knows of a message, an event, a dead letter or a job; raises `NotFound`."""
-        return await self._read(_path("trace", id_), Story)
+        return await self._read(path_of("trace", id_), Story)
 
     async def history(self, query: api.HistoryQuery) -> AsyncIterator[api.HistoryMessage]:
         """Yield the accepted messages that match `query`, oldest first, up to what is committed now.
@@ -268,8 +268,4 @@ class BrokerClient(Calls):
                 return
 
     async def _delete(self, *words: str) -> None:
-        await self._change("DELETE", _path(*words), type(None))
-
-
-def _path(*words: str) -> str:
-    return "/v1/" + "/".join(segment(word) for word in words)
+        await self._change("DELETE", path_of(*words), type(None))

@@ -172,16 +172,15 @@ class AsyncClient(Calls):
 
     async def get(self, client_message_id: UUID | str) -> OutboxRow:
         """Return the state of a send; raises `NotFound`."""
-        return await self._read(_send_path(client_message_id), OutboxRow)
+        return await self._read(arguments.path_of("sends", client_message_id), OutboxRow)
 
     async def wait(self, client_message_id: UUID | str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
         """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return its state."""
         patience = Patience(arguments.check_wait(timeout, "timeout"))
+        path = arguments.path_of("sends", client_message_id)
         while True:
             seconds = min(patience.remaining(), MAX_WAIT)
-            row = await self._read(
-                _send_path(client_message_id), OutboxRow, query=WaitQuery(wait=seconds), waiting=seconds
-            )
+            row = await self._read(path, OutboxRow, query=WaitQuery(wait=seconds), waiting=seconds)
             if row.status in SETTLED or not patience.remaining():
                 return row
 
@@ -267,7 +266,7 @@ class AsyncClient(Calls):
 
     async def trace(self, id_: str, sender: str | None = None) -> Story:
         """Return what the daemon knows of a row or a message, also of one that it received from `sender`."""
-        return await self._read(f"/v1/trace/{arguments.segment(id_)}", Story, query=TraceQuery(sender=sender))
+        return await self._read(arguments.path_of("trace", id_), Story, query=TraceQuery(sender=sender))
 
     async def act(
         self,
@@ -389,21 +388,13 @@ class AsyncClient(Calls):
 
     async def subscribe(self, topic: str) -> Subscription:
         """Subscribe the daemon's member to a topic."""
-        return await self._change("POST", _subscription(topic), Subscription)
+        return await self._change("POST", arguments.path_of("topics", topic, "subscription"), Subscription)
 
     async def unsubscribe(self, topic: str) -> None:
         """End the subscription of the daemon's member to a topic."""
-        await self._change("DELETE", _subscription(topic), type(None))
-
-
-def _send_path(client_message_id: UUID | str) -> str:
-    return f"/v1/sends/{arguments.segment(client_message_id)}"
+        await self._change("DELETE", arguments.path_of("topics", topic, "subscription"), type(None))
 
 
 def _row(row_id: str) -> str:
     """Return the path of a row; unless a letter is escaped, that of the id `export` is the route of all rows."""
     return f"/v1/outbox/{arguments.segment(row_id).replace('export', '%65xport')}"
-
-
-def _subscription(topic: str) -> str:
-    return f"/v1/topics/{arguments.segment(topic)}/subscription"

@@ -61,6 +61,11 @@ def segment(word: Any) -> str:
         refuse("invalid_field", f"{not_text(error)}: give an id or a name that is")
 
 
+def path_of(*words: Any) -> str:
+    """Return the path of what these words name, as `/v1/topics/orders`; refuses as `segment` does."""
+    return "/v1/" + "/".join(map(segment, words))
+
+
 def check_verb(verb: Any, verbs: Iterable[str]) -> None:
     """Refuse a verb that is not one of `verbs`."""
     names = list(verbs)

@@ -90,7 +90,12 @@ class CloudEvent(NamedTuple):
 
     def headers(self) -> dict[str, str]:
         """Return its attributes as headers, but for the `Content-Type` of its data, which is the body."""
-        return {f"{_HEADER}{name}": _header(value) for name, value in self.attributes.items() if name != _CONTENT_TYPE}
+        said = {
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in self.attributes.items()
+            if name != _CONTENT_TYPE
+        }
+        return {f"{_HEADER}{name}": quote(text, safe=_UNQUOTED) for name, text in said.items()}
 
     def message(self, to: str) -> SendRequest:
         """Return the event as a message to `to`; its id follows from the event's."""
@@ -198,11 +203,6 @@ def _text_or_base64(data: bytes, text: str, encoded: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         decoded = "\0"
     return {encoded: base64.b64encode(data).decode()} if "\0" in decoded else {text: decoded}
-
-
-def _header(value: object) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return quote(text, safe=_UNQUOTED)
 
 
 def _unquote(name: str, value: str) -> str:

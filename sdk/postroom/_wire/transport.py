@@ -130,7 +130,8 @@ class Peer(NamedTuple):
                 reason = why_unreachable(other, "SSL_CERT_FILE")
             case _:
                 return self.lost(unsure)
-        return self.absent(reason)
+        detail = f"no {self.role} at {self.address} ({reason}): {self.remedy}"
+        return Unavailable.of(f"{self.role}_absent", detail, retryable=True)
 
     def lost(self, unsure: str | None = None) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
@@ -149,11 +150,6 @@ class Peer(NamedTuple):
         if problem.status != status:
             raise self.foreign(f"it answered {status} with a problem of status {problem.status}")
         raise error_for(problem)
-
-    def absent(self, reason: str) -> Unavailable:
-        """Build the error for a peer that is not there."""
-        detail = f"no {self.role} at {self.address} ({reason}): {self.remedy}"
-        return Unavailable.of(f"{self.role}_absent", detail, retryable=True)
 
     def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
         """Build the error for an answer of another program, or of another version of Postroom."""

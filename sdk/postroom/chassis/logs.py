@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
 import msgspec
 import structlog
@@ -70,28 +70,23 @@ def configure(level: str = "info") -> None:
     logging.captureWarnings(capture=True)
 
 
-class _Period(NamedTuple):
-    began: float  # seconds since the epoch
-    lines: int
-
-
 class LibraryHandler(logging.Handler):
     """Writes what libraries log as lines of ours."""
 
     def __init__(self) -> None:
         super().__init__()
         self._log = structlog.get_logger("library")
-        self._periods: dict[str, _Period] = {}
+        self._periods: dict[str, tuple[float, int]] = {}  # since when (seconds since the epoch), and how many lines
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, unless the library has reached its limit; the next one says how many were left out."""
         library = record.name.partition(".")[0]
-        began, lines = self._periods.get(library, _Period(record.created, 0))
+        began, lines = self._periods.get(library, (record.created, 0))
         left_out = 0
         if record.created - began > _PERIOD:
             left_out = max(0, lines - _LINES)
             began, lines = record.created, 0
-        self._periods[library] = _Period(began, lines + 1)
+        self._periods[library] = began, lines + 1
         if lines >= _LINES:
             return
         more: dict[str, Any] = {"left_out": left_out} if left_out else {}

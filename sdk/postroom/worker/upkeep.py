@@ -154,18 +154,15 @@ class Upkeep:
             await self._look(link)
         await self._work_queues.check(link, self._audit)
         if await self._clock.is_confirmed(self._pool):
-            await self._forget()
+            # delete what is old: the record of what was published, and keys, which no other program of ours deletes
+            await self._work_queues.prune()
+            await self._record.prune()
+            keep = self._config.once.keep_days
+            if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):
+                _log.info("keys_forgotten", keys=forgotten)
         if self._broker is not None:
             meshes = [row["slug"] for row in await self._broker.fetch(DELIVERIES.queries["list_meshes"])]
             await know_meshes(self._pool, meshes)
-
-    async def _forget(self) -> None:
-        """Delete what is old: the record of what was published, and keys, which no other program of ours deletes."""
-        await self._work_queues.prune()
-        await self._record.prune()
-        keep = self._config.once.keep_days
-        if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):
-            _log.info("keys_forgotten", keys=forgotten)
 
     async def _connected(self) -> Link:
         """Return an open connection that listens."""
