@@ -15,7 +15,7 @@ from nats.js.api import ConsumerInfo, DeliverPolicy
 from nats.js.errors import NotFoundError
 
 from postroom._wire.ids import context_of
-from postroom._wire.trace import Outcome, Step, Story, Wait
+from postroom._wire.trace import Outcome, Step, Story, StoryDraft
 from postroom._wire.unpublished import resuming
 from postroom._wire.words import counted
 from postroom.delivery.agents.replay import ask_story
@@ -48,12 +48,11 @@ class Taker(NamedTuple):
     consumer: str
 
 
-class Draft:
-    """One story while it is put together."""
+class Draft(StoryDraft):
+    """One story while it is put together, with what its takers are asked about."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, Step] = {}
-        self.waits: dict[str, Wait] = {}
+        super().__init__()
         self.published: list[Published] = []
         self.more = False
         self.contexts: list[str] = []  # that its reader may see
@@ -66,17 +65,6 @@ class Draft:
     def place_of(self, message: str) -> str | None:
         """Return the last known step by which a message came to its takers."""
         return next((one for kind in ("event", "message") if (one := f"{kind}:{message}") in self.steps), None)
-
-    def add(self, kind: str, name: str, what: str, parent: str | None = None, **rest: Any) -> Step:
-        """Add a step; its `thing` is the name and its outcome is done, unless `rest` says otherwise."""
-        said = {"thing": name, "outcome": "done", **{key: value for key, value in rest.items() if value is not None}}
-        step = Step(id=f"{kind}:{name}", what=what, parent=parent, **said)
-        self.steps[step.id] = step
-        return step
-
-    def wait(self, step: Step, why: str, help_: str | None = None) -> None:
-        """Record why a step waits, and the command that helps, if there is one."""
-        self.waits[step.id] = Wait(step=step.id, why=why, help=help_)
 
     def wait_for(self, taker: Taker, step: Step, why: str) -> None:
         """Record why a step waits for a consumer, which may be paused."""

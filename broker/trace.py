@@ -177,7 +177,7 @@ class _PostgresDraft(Draft):
                 break
         for row, ended in (found[id_] for id_ in sorted(found)):  # ids of rows are in the order of time
             one, log = ended.row, ended.log if self.operates else []
-            steps = steps_of([one], log, ended.failed_posts, f"postroomd on {row['host']}")
+            steps = list(steps_of([one], log, ended.failed_posts, f"postroomd on {row['host']}").values())
             parent = next((step.id for step in reversed(steps) if step.what == "requeue"), steps[0].id)
             if row["successor"] is not None:
                 self._sent_after[row["mesh"], row["successor"]] = parent

@@ -18,7 +18,7 @@ from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, check_destination, prepare
 from postroom._wire.nouns import LogPage, LogQuery
 from postroom._wire.sends import OutboxRow, RelayStatus
-from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
+from postroom._wire.trace import StoryDraft, TraceQuery, Wait, compose, help_for, steps_of
 from postroom._wire.transport import NDJSON, SQLITE
 from postroom._wire.words import when
 from postroom.chassis.routes import Handler, decode_query
@@ -89,19 +89,18 @@ class OutboxRoutes:
     async def trace(self, request: Request) -> web.StreamResponse:
         """Show what became of a row, its predecessors and successors, and whether the inbox has the message."""
         wanted, name = decode_query(request, TraceQuery), _id(request)
-        steps: dict[str, Step] = {}
-        waits: dict[str, Wait] = {}
         missing: NotFound | None = None
         place = f"postroomd on {socket.gethostname()}"
+        draft = StoryDraft(place)
         try:
             chain = await self._outbox.inspect(name)
         except NotFound as error:
             missing = error
         else:
-            steps = {step.id: step for step in steps_of(chain.chain, chain.log, chain.failed_posts, place)}
+            draft.steps = steps_of(chain.chain, chain.log, chain.failed_posts, place)
             relay = self._services.relay.status()
             found = [wait_of(row, relay, self._services.mesh) for row in chain.chain]
-            waits = {wait.step: wait for wait in found if wait is not None}
+            draft.waits = {wait.step: wait for wait in found if wait is not None}
         try:
             inbox = self._services.inbox.opened()
         except NotFound:  # this daemon has none
@@ -109,20 +108,12 @@ class OutboxRoutes:
         if inbox is not None and wanted.sender is not None:
             filed = await inbox.received(self._services.mesh, wanted.sender, name)
             if filed is not None:
-                step = Step(
-                    id=f"filed:{place} {filed.broker_message_id}",
-                    what="received",
-                    thing=filed.broker_message_id,
-                    outcome="done",
-                    parent=f"message:{filed.broker_message_id}",
-                    at=datetime.fromtimestamp(filed.received_at / 1000, UTC),
-                    place=place,
-                    ids={"position": str(filed.position)},
-                )
-                steps[step.id] = step
-        if missing is not None and not steps:
+                id_, at = filed.broker_message_id, datetime.fromtimestamp(filed.received_at / 1000, UTC)
+                ids = {"position": str(filed.position)}
+                draft.add("filed", f"{place} {id_}", "received", f"message:{id_}", thing=id_, at=at, ids=ids)
+        if missing is not None and not draft.steps:
             raise missing
-        return json_answer(compose(steps, waits))
+        return json_answer(compose(draft.steps, draft.waits))
 
     async def prune(self, request: Request) -> web.StreamResponse:
         """Delete the payloads of old done and aborted rows; the rows stay."""

@@ -193,22 +193,39 @@ def compose(
     return Story(waits=last, steps=list(order.values()), more=more, unread=list(unread))
 
 
+class StoryDraft:
+    """A story while it is put together: its steps, and why some of them wait, by the ids of the steps."""
+
+    def __init__(self, place: str | None = None) -> None:
+        """`place` is where steps happened, unless one says otherwise."""
+        self.steps: dict[str, Step] = {}
+        self.waits: dict[str, Wait] = {}
+        self._place = place
+
+    def add(self, kind: str, name: str, what: str, parent: str | None = None, **rest: Any) -> Step:
+        """Add a step; its `thing` is the name and its outcome is done, unless `rest` says otherwise."""
+        given = {key: value for key, value in rest.items() if value is not None}
+        said = {"thing": name, "outcome": "done", "place": self._place, **given}
+        step = Step(id=f"{kind}:{name}", what=what, parent=parent, **said)
+        self.steps[step.id] = step
+        return step
+
+    def wait(self, step: Step, why: str, help_: str | None = None) -> None:
+        """Record why a step waits, and the command that helps, if there is one."""
+        self.waits[step.id] = Wait(step=step.id, why=why, help=help_)
+
+
 def steps_of(
     rows: Sequence[OutboxRow], log: Sequence[OperatorAction], failed_posts: Sequence[FailedPosts], place: str
-) -> list[Step]:
-    """List the steps of outbox rows, each before its successor: when it was kept, each post, and what operators did."""
-    steps: list[Step] = []
+) -> dict[str, Step]:
+    """Return the steps of outbox rows by id, each row before its successor: kept, each post, and what operators did."""
+    draft = StoryDraft(place)
     successors: dict[str, str] = {}  # the step that each row follows from
-
-    def add(id_: str, what: str, thing: str, outcome: Outcome, at: datetime | None, **rest: Any) -> Step:
-        steps.append(Step(id=id_, what=what, thing=thing, outcome=outcome, at=at, place=place, **rest))
-        return steps[-1]
-
     for row in rows:
         ids = {NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""}
         ids |= {} if row.traceparent is None else {TRACEPARENT: row.traceparent}
-        parent = successors.get(row.id)
-        kept = add(f"row:{row.id}", "kept", row.id, _OUTCOMES[row.status], row.enqueued_at, parent=parent, ids=ids)
+        parent, outcome = successors.get(row.id), _OUTCOMES[row.status]
+        kept = draft.add("row", row.id, "kept", parent, outcome=outcome, at=row.enqueued_at, ids=ids)
         failed = [posts for posts in failed_posts if posts.row_id == row.id]
         if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
             code = (row.last_error or "").partition(":")[0]
@@ -222,23 +239,24 @@ def steps_of(
             elif row.unanswered_at is not None:
                 reason = f"the broker did not answer, and may have accepted it: {reason}"
             what, at = "expired" if code == "expired" else "posted", latest.at if latest else row.unanswered_at
-            add(
-                f"posted:{row.id}", what, row.client_message_id, kept.outcome, row.delivered_at or at,
-                parent=kept.id, attempt=row.attempts, reason=reason, ids=_post_ids(latest),
+            draft.add(
+                "posted", row.id, what, kept.id, thing=row.client_message_id, outcome=outcome,
+                at=row.delivered_at or at, attempt=row.attempts, reason=reason, ids=_post_ids(latest),
             )  # fmt: skip
         for number, posts in enumerate(failed):
-            add(
-                f"tried:{row.id} {number}", "tried", row.client_message_id, "ended", posts.at,
-                parent=kept.id, attempt=posts.times, reason=posts.code, ids=_post_ids(posts),
+            draft.add(
+                "tried", f"{row.id} {number}", "tried", kept.id, thing=row.client_message_id, outcome="ended",
+                at=posts.at, attempt=posts.times, reason=posts.code, ids=_post_ids(posts),
             )  # fmt: skip
         for number, act in enumerate(act for act in log if act.row_id == row.id):
-            outcome: Outcome = "ended" if act.verb == "abort" else "done"
-            why = "; ".join(filter(None, (act.reason, act.detail)))
-            id_ = f"act:{row.id} {number}"
-            step = add(id_, act.verb, row.id, outcome, act.at, parent=kept.id, by=act.actor, reason=why)
+            step = draft.add(
+                "act", f"{row.id} {number}", act.verb, kept.id, thing=row.id,
+                outcome="ended" if act.verb == "abort" else "done", at=act.at, by=act.actor,
+                reason="; ".join(filter(None, (act.reason, act.detail))),
+            )  # fmt: skip
             if act.verb == "requeue" and row.superseded_by is not None:
                 successors[row.superseded_by] = step.id
-    return steps
+    return draft.steps
 
 
 def help_for(row: OutboxRow, mesh: str) -> str:

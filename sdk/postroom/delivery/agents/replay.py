@@ -23,7 +23,7 @@ from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.ids import now_ms
-from postroom._wire.trace import Step, Story, Wait, compose
+from postroom._wire.trace import Story, StoryDraft, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import located
@@ -149,15 +149,7 @@ async def trace(database: Path, id_: str) -> Story:
 
 
 def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
-    steps: dict[str, Step] = {}
-    waits: dict[str, Wait] = {}
-
-    def add(step: Step, why: str | None = None, help_: str | None = None) -> str:
-        steps[step.id] = step
-        if why is not None:
-            waits[step.id] = Wait(step=step.id, why=why, help=help_)
-        return step.id
-
+    draft = StoryDraft(owner.agent)
     (position,) = db.execute(QUERIES["find_cause"], {"id": id_}).fetchone()
     events = [] if position is None else db.execute(QUERIES["story"], (position, _MOST)).fetchall()
     names, cause = [id_], None
@@ -166,45 +158,38 @@ def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
         if number and record.cause != position:
             break
         envelope = record.envelope
-        because = {"causation_id": envelope.causation_id} if envelope.causation_id else {}
-        step = Step(
-            id=f"message:{envelope.id}", what=record.role, thing=envelope.id, outcome="done", parent=cause,
-            at=envelope.ts, place=record.subject if number else owner.agent, ids=because,
+        waits = bool(number and goes_out and published_at is None)
+        step = draft.add(
+            "message", envelope.id, record.role, cause, outcome="waiting" if waits else None, at=envelope.ts,
+            place=record.subject if number else None,
+            ids={"causation_id": envelope.causation_id} if envelope.causation_id else None,
         )  # fmt: skip
         if not number:
-            cause = add(step)
+            cause = step.id
             names.append(envelope.id)
-        elif published_at is None and goes_out:
-            why = f"{envelope.id} waits for {owner.agent} to publish it"
-            add(msgspec.structs.replace(step, outcome="waiting"), why, "postroom agent run")
+        elif waits:
+            draft.wait(step, f"{envelope.id} waits for {owner.agent} to publish it", "postroom agent run")
         else:
-            add(step)
             place = "JetStream" if stream is None else f"{stream} #{sequence}"
-            published = Step(
-                id=f"event:{envelope.id}", what="published", thing=envelope.id, outcome="done", parent=step.id,
-                at=_moment(published_at), place=place, ids={"epoch": str(epoch or 0)},
-            )  # fmt: skip
-            add(published)
+            ids = {"epoch": str(epoch or 0)}
+            draft.add("event", envelope.id, "published", step.id, at=_moment(published_at), place=place, ids=ids)
     for name in dict.fromkeys(names):
         for attempts, error, failed_at in db.execute(QUERIES["attempt_of"], (name,)):
-            step = Step(
-                id=f"handled:{name} {owner.agent}", what="tried", thing=name, outcome="waiting", at=_moment(failed_at),
-                place=owner.agent, attempt=attempts, reason=error,
+            step = draft.add(
+                "handled", f"{name} {owner.agent}", "tried", thing=name, outcome="waiting", at=_moment(failed_at),
+                attempt=attempts, reason=error,
             )  # fmt: skip
-            add(step, f"{owner.agent} tries it again: {error}", f"postroom trace {name}")
+            draft.wait(step, f"{owner.agent} tries it again: {error}", f"postroom trace {name}")
         for letter_id, encoded, published_at in db.execute(QUERIES["letters_of"], {"id": name}):
             letter = msgspec.json.decode(encoded, type=DeadLetter)
-            step = Step(
-                id=f"letter:{letter_id}", what="buried", thing=letter_id, outcome="dead", parent=cause,
-                at=_moment(published_at), place=owner.agent, attempt=letter.attempts,
-                reason=f"{letter.reason}: {letter.last_error}",
+            reason = f"{letter.reason}: {letter.last_error}"
+            step = draft.add(
+                "letter", letter_id, "buried", cause, outcome="dead", at=_moment(published_at),
+                attempt=letter.attempts, reason=reason,
             )  # fmt: skip
-            add(
-                step,
-                f"{owner.agent} could not handle it: {step.reason}",
-                f"postroom dlq list --mesh {owner.tenant} --consumer {letter.consumer}",
-            )
-    return compose(steps, waits, more=len(events) == _MOST)
+            list_it = f"postroom dlq list --mesh {owner.tenant} --consumer {letter.consumer}"
+            draft.wait(step, f"{owner.agent} could not handle it: {reason}", list_it)
+    return compose(draft.steps, draft.waits, more=len(events) == _MOST)
 
 
 def _moment(ms: int | None) -> datetime | None:
