@@ -1,6 +1,6 @@
 """Jobs: operators start, see, retry and cancel them (docs/contract/jobs.md#jobs-30)."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final
 from uuid import UUID, uuid4
 
@@ -11,6 +11,7 @@ from broker.authentication import PRINCIPAL, any_mesh, own_mesh
 from broker.operator import Handlers, check_mesh, each, keep_log, keep_verb
 from broker.requests import decode_body
 from postroom._wire.jobs import JOBS, Job, JobFilter, JobPage, JobsQuery, MessagePage, StartedJob, StartJob
+from postroom._wire.moment import EPOCH
 from postroom._wire.nouns import CHANGES, Result, invalid_cursor
 from postroom.chassis.postgres import Connection, uuid_of
 from postroom.chassis.routes import Handler, decode_query, json_response
@@ -19,7 +20,6 @@ from postroom.errors import InvalidMessage
 from postroom.ledger import operations
 from postroom.ledger.primitives import Start
 
-_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _WITHHELD: Final = msgspec.Raw(b"null")  # a body, for callers that may only look
 _MICROSECOND: Final = timedelta(microseconds=1)
 
@@ -134,7 +134,7 @@ async def _page(
     if cursor is not None:
         microseconds, _, job = cursor.partition("-")
         try:
-            after = _EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
+            after = EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
         except (ValueError, OverflowError):
             raise invalid_cursor() from None
     found = await operations.find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
@@ -143,4 +143,4 @@ async def _page(
     if len(found) <= limit:
         return found, None
     last = found[limit - 1]
-    return found[:limit], f"{(last.started_at - _EPOCH) // _MICROSECOND}-{last.id}"
+    return found[:limit], f"{(last.started_at - EPOCH) // _MICROSECOND}-{last.id}"

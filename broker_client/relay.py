@@ -24,9 +24,10 @@ from broker_client.link import BrokerLink
 from broker_client.pace import Availability, Controls
 from broker_client.posts import STORAGE_SECONDS, Poster
 from broker_client.settings import RelaySettings
-from outbox import ClaimedRow, Outbox, to_datetime
+from outbox import ClaimedRow, Outbox
 from postroom._wire.accept import Features
 from postroom._wire.ids import now_ms
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.sends import RelayState, RelayStatus
 from postroom.errors import PostroomError
 
@@ -155,7 +156,7 @@ class Relay:
             reason=availability.reason,
             paused_destinations=list(controls.paused_destinations),
             rate_per_second=controls.rate_per_second,
-            last_success_at=to_datetime(availability.answered_at),
+            last_success_at=from_milliseconds(availability.answered_at),
         )
 
     @property

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,7 @@ from inbox import Broken, Inbox, InboxSettings, unavailable
 from postroom._wire import spans
 from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.chassis.runtime import end, in_step, within
@@ -177,7 +178,7 @@ class Receiver:
     async def _refill(self, inbox: Inbox) -> None:
         while await inbox.refill_due.wait():
             member = await self._token_member()
-            oldest = datetime.fromtimestamp(await self._oldest_kept() / 1000, UTC)
+            oldest = from_milliseconds(await self._oldest_kept())
             try:
                 token = TokenFile(self._broker.token_file).read()
                 async with BrokerClient(self._broker.url, token, ca_file=self._broker.ca_file) as broker:

@@ -7,7 +7,7 @@ operator configures `InboxSettings`. Its errors, each with its sentence, and wha
 import asyncio
 import sqlite3
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import UTC
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar
@@ -17,6 +17,7 @@ import structlog
 
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.ids import new_id, now_ms
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.nouns import invalid_cursor
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
@@ -72,7 +73,7 @@ class StoredMessage(NamedTuple):
 
     def encoded(self) -> bytes:
         """Return the JSON of the `InboxMessage`, on one line: the stored message with two more fields."""
-        moment = datetime.fromtimestamp(self.received_at / 1000, UTC).isoformat(timespec="milliseconds")
+        moment = from_milliseconds(self.received_at).isoformat(timespec="milliseconds")
         return b'{"position":%d,"received_at":"%s",%s' % (self.position, moment.encode(), self.message[1:])
 
 

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from ipc.connection import Answer, BodyReader, Request, json_answer
 from ipc.services import Services
-from outbox import to_datetime
 from postroom._wire.message import check_destination
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.operations import PauseRequest, ResumeRequest
 from postroom._wire.sends import Health, Ready, Version
 from postroom._wire.words import counted
@@ -64,7 +64,7 @@ async def health_of(services: Services) -> Health:
         reasons=reasons,
         rows=dict(counts.rows.items()),
         relay=relay,
-        oldest_pending_at=to_datetime(counts.oldest_pending_at),
+        oldest_pending_at=from_milliseconds(counts.oldest_pending_at),
         wal_bytes=counts.wal_bytes,
         outbox_bytes=counts.file_bytes,
         comparing=progress is not None and not progress.ended,

@@ -16,6 +16,7 @@ from outbox import RowFilter
 from postroom._wire import operations
 from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, check_destination, prepare
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.nouns import LogPage, LogQuery
 from postroom._wire.sends import OutboxRow, RelayStatus
 from postroom._wire.trace import StoryDraft, TraceQuery, Wait, compose, help_for, steps_of
@@ -108,7 +109,7 @@ class OutboxRoutes:
         if inbox is not None and wanted.sender is not None:
             filed = await inbox.received(self._services.mesh, wanted.sender, name)
             if filed is not None:
-                id_, at = filed.broker_message_id, datetime.fromtimestamp(filed.received_at / 1000, UTC)
+                id_, at = filed.broker_message_id, from_milliseconds(filed.received_at)
                 ids = {"position": str(filed.position)}
                 draft.add("filed", f"{place} {id_}", "received", f"message:{id_}", thing=id_, at=at, ids=ids)
         if missing is not None and not draft.steps:

@@ -12,7 +12,6 @@ from outbox.model import (
     Settlement,
     Unanswered,
     Verdict,
-    to_datetime,
 )
 from outbox.outbox import Outbox
 from postroom._wire.accept_table import AcceptedRow
@@ -33,5 +32,4 @@ __all__ = [
     "Unanswered",
     "Verdict",
     "stopped",
-    "to_datetime",
 ]

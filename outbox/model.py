@@ -4,7 +4,6 @@ The five states are docs/contract/send.md#send-51. `held` and `not_before` are s
 """
 
 import os
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Final, NamedTuple, Self
 
@@ -197,11 +196,6 @@ class OutboxCounts(NamedTuple):
     wal_bytes: int
     oldest_pending_at: int | None  # ms since the epoch
     due_ms: int  # for how long the row has been due that has waited longest
-
-
-def to_datetime(ms: int | None) -> datetime | None:
-    """Turn milliseconds since the epoch into UTC."""
-    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
 class RelayControl(NamedTuple):

@@ -5,7 +5,6 @@ import contextlib
 import sqlite3
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, get_args
@@ -35,6 +34,7 @@ from outbox.transaction import Step
 from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
@@ -481,7 +481,7 @@ class Outbox(reader.Reader):
         """
         order = operations.Order(caller, reason).checked()
         total, last = await self._prune(settled_before_ms, after, _PRUNED // _CHUNK)
-        moment = datetime.fromtimestamp(min(settled_before_ms, self._clock()) / 1000, UTC)
+        moment = from_milliseconds(min(settled_before_ms, self._clock()))
         detail = f"{counted(total, 'payload')} of rows that ended before {when(moment)}"
         await self._store.submit(Step(lambda transaction: operations.log(transaction, "prune", order, None, detail)))
         return total, last

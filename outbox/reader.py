@@ -7,16 +7,16 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from outbox.errors import row_not_found
-from outbox.model import ClaimedRow, Comparison, DoneRow, Missing, OutboxCounts, RelayControl, Unanswered, to_datetime
+from outbox.model import ClaimedRow, Comparison, DoneRow, Missing, OutboxCounts, RelayControl, Unanswered
 from outbox.relay import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
 from postroom._wire.operations import VERBS, RowFilter
 from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain
@@ -107,14 +107,14 @@ class Reader:
 
     async def operations(self, query: LogQuery) -> LogPage:
         """Return what operators did to this outbox and its relay, the latest first."""
-        since = int(query.earliest(datetime.fromtimestamp(self._clock() / 1000, UTC)).timestamp() * 1000)
+        since = int(query.earliest(from_milliseconds(self._clock())).timestamp() * 1000)
         wanted = {**msgspec.structs.asdict(query), "since": since, "limit": query.limit + 1}
         rows = await self._read(lambda db: db.execute(_QUERIES["operations"], wanted).fetchall())
         lines = []
         for _, at, verb, actor, reason, row_id, detail, noun in rows[: query.limit]:
             done = VERBS[verb].done if verb in VERBS else "done"
             outcome = done if detail is None else f"{done}: {detail}"
-            moment = datetime.fromtimestamp(at / 1000, UTC)
+            moment = from_milliseconds(at)
             line = LogLine(
                 at=moment, actor=actor, verb=verb, noun=noun, key=row_id or "", outcome=outcome, reason=reason
             )
@@ -152,7 +152,7 @@ class Reader:
     async def _page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int) -> OutboxPage:
         after: int | None = seq_of(cursor)
         rows: list[OutboxRow] = []
-        latest = row_filter.latest(datetime.fromtimestamp(now / 1000, UTC))
+        latest = row_filter.latest(from_milliseconds(now))
         parameters = {
             "until": until,
             "scan": _SCAN,
@@ -256,7 +256,7 @@ def _view(stored: _Stored) -> OutboxRow:
     """Return a row as callers and operators see it."""
     values = dict(zip(_COLUMNS, stored, strict=True))
     for name in _TIMES:
-        values[name] = to_datetime(values[name])
+        values[name] = from_milliseconds(values[name])
     for name in _IDS:
         values[name] = values[name] and unpack(values[name])
     return OutboxRow(**{**values, "held": bool(values["held"]), "duplicate": bool(values["duplicate"])})

@@ -5,13 +5,13 @@ the row that was found or inserted under the id means. A caller of another uid g
 learns nothing about the row (docs/contract/send.md#send-40).
 """
 
-from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from postroom._wire.fingerprint import prefix
 from postroom._wire.message import PreparedSend
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.sends import RowStatus, SendResult
 from postroom.errors import Conflict, PostroomError
 
@@ -94,7 +94,7 @@ def answer(row: AcceptedRow, send: PreparedSend, uid: int) -> Answered | Postroo
         )
     cell = TABLE[row.status, row.fingerprint == send.fingerprint]
     if isinstance(cell, Taken):
-        since = datetime.fromtimestamp(row.enqueued_at / 1000, UTC).isoformat(timespec="milliseconds")
+        since = from_milliseconds(row.enqueued_at).isoformat(timespec="milliseconds")
         return Conflict.of(
             CODE,
             _SENTENCE[cell.conflict.rpartition("_")[2]].format(status=row.status),

@@ -5,7 +5,7 @@ one of zero or less. Python reads other such times, and fails where they are com
 """
 
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Final
+from typing import Annotated, Final, overload
 
 import msgspec
 
@@ -13,7 +13,7 @@ Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def check_moments(**moments: datetime | None) -> None:
@@ -36,4 +36,13 @@ def check_finite(**moments: datetime | None) -> None:
 
 def to_milliseconds(moment: datetime) -> int:
     """Turn a time with an offset into ms since the epoch, never early."""
-    return -((_EPOCH - moment) // timedelta(milliseconds=1))
+    return -((EPOCH - moment) // timedelta(milliseconds=1))
+
+
+@overload
+def from_milliseconds(ms: int) -> datetime: ...
+@overload
+def from_milliseconds(ms: int | None) -> datetime | None: ...
+def from_milliseconds(ms: int | None) -> datetime | None:
+    """Turn ms since the epoch into a time in UTC; None stays None."""
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)

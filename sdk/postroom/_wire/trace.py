@@ -7,12 +7,13 @@ Each answers for what it keeps; `follow_trace` asks both and puts the parts toge
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, Literal
 
 import msgspec
 
 from postroom._wire.ids import is_client_message_id
+from postroom._wire.moment import EPOCH
 from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
 from postroom._wire.spark import SPARK_ID, SparkTask
 from postroom._wire.words import when
@@ -24,7 +25,6 @@ Outcome = Literal["done", "running", "waiting", "dead", "ended"]
 `waiting` goes on, by itself or with help; `dead` does not; `ended` was ended by an operator, or by another attempt.
 """
 
-_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MOST: Final = 20  # ids to ask one for because the other's answer has them
 NAME: Final = "client_message_id"
 TRACEPARENT: Final = "traceparent"
@@ -186,7 +186,7 @@ def compose(
         return line
 
     lines = {step.id: line_of(step) for step in steps.values()}
-    times = {id_: max((one.at for one in line if one.at is not None), default=_EPOCH) for id_, line in lines.items()}
+    times = {id_: max((one.at for one in line if one.at is not None), default=EPOCH) for id_, line in lines.items()}
     order = {one.id: one for id_ in sorted(times, key=times.__getitem__) for one in reversed(lines[id_])}
     above = {one.id for id_ in waits for one in lines[id_][1:]}
     last = [wait for id_, wait in waits.items() if id_ not in above]

@@ -3,9 +3,10 @@
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, Protocol, TypeVar
 
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.sql import load_queries
 from postroom.claims import Claim, Dead, Done, Ended, Key, Result, Row, State, Table, distinct_rows, in_their_places
 
@@ -49,7 +50,7 @@ class SqliteClaims:
                 values = {**dict(zip(self._columns, row, strict=True)), **fixed}
                 if found := db.execute(self._steps["claim"], values).fetchone():
                     attempt, last_error, end = found
-                    states[key] = Claim(key, owner, attempt, last_error, moment(end), until)
+                    states[key] = Claim(key, owner, attempt, last_error, from_milliseconds(end), until)
                 else:
                     db.execute(self._steps["set_back"], values)
                     if kept := self._kept(db, key, now):
@@ -71,7 +72,7 @@ class SqliteClaims:
                 db.execute(self._steps["renew"], {**self._named(key), **times, "owner": owner}).fetchone()
                 for key, owner in held
             )
-            return [row and moment(row[0]) for row in rows]
+            return [row and from_milliseconds(row[0]) for row in rows]
 
         return await self._run(step)
 
@@ -101,8 +102,8 @@ class SqliteClaims:
             return None
         done, reason, encoding, data, owner, attempts, until, error = found
         result = Result(encoding, data) if encoding else None
-        end = None if until is None else moment(until)
-        return Row(bool(done), reason, owner, attempts, end, error, result, moment(milliseconds(now)))
+        end, moment = from_milliseconds(until), from_milliseconds(milliseconds(now))
+        return Row(bool(done), reason, owner, attempts, end, error, result, moment)
 
     def _named(self, key: Key) -> dict[str, Any]:
         return dict(zip(self._table.key, key, strict=True))
@@ -111,8 +112,3 @@ class SqliteClaims:
 def milliseconds(seconds: float) -> int:
     """Return a time as a table keeps it."""
     return round(seconds * 1000)
-
-
-def moment(milliseconds: int) -> datetime:
-    """Return a time that a table keeps."""
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)

@@ -18,12 +18,13 @@ from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.ownership import is_there, why_refused
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
-from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
+from postroom.claims.sqlite import SqliteClaims, milliseconds
 from postroom.once.model import PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class SqliteStore(SqliteClaims):
 
     async def now(self) -> datetime:
         """See `Store.now`."""
-        return moment(milliseconds(self._clock()))
+        return from_milliseconds(milliseconds(self._clock()))
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""
@@ -74,7 +75,7 @@ class SqliteStore(SqliteClaims):
         for row in await self._rows("find", msgspec.structs.asdict(wanted)):
             kept = dict(zip(KeptKey.__struct_fields__, row, strict=True))
             for name in ("begun_at", "lease_until", "settled_at"):
-                kept[name] = None if kept[name] is None else moment(kept[name])
+                kept[name] = from_milliseconds(kept[name])
             found.append(KeptKey(**kept))
         return found
 
@@ -95,7 +96,7 @@ class SqliteStore(SqliteClaims):
         """See `Store.forgotten`."""
         rows = await self._rows("forgotten", self._named(scope.columns))
         notes = (dict(zip(KeyNote.__struct_fields__, row, strict=True)) for row in rows)
-        return [KeyNote(**{**note, "at": moment(note["at"])}) for note in notes]
+        return [KeyNote(**{**note, "at": from_milliseconds(note["at"])}) for note in notes]
 
     async def close(self) -> None:
         """See `Store.close`."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from itertools import count
 from typing import Any, Final, Literal
@@ -31,7 +31,7 @@ from postroom._wire.fingerprint import prefix
 from postroom._wire.http import Head
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import MAX_REQUEST_BYTES, Envelope, PreparedSend, Priority, SendRequest, prepare, refuse
-from postroom._wire.moment import to_milliseconds
+from postroom._wire.moment import from_milliseconds, to_milliseconds
 from postroom._wire.operations import VERBS, SendsQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, Ready, RowStatus, SendList, SendResult, Version
 from postroom._wire.transport import JSON, NDJSON, Exchanges
@@ -224,9 +224,7 @@ class _Row:
             "delivered_at": self.settled_at if self.status == "done" else None,
             "aborted_at": self.settled_at if self.status == "aborted" else None,
         }
-        times: dict[str, Any] = {
-            name: datetime.fromtimestamp(ms / 1000, UTC) for name, ms in at.items() if ms is not None
-        }
+        times: dict[str, Any] = {name: from_milliseconds(ms) for name, ms in at.items() if ms is not None}
         return OutboxRow(
             id=self.row_id,
             client_message_id=self.send.client_message_id,

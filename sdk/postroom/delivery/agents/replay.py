@@ -12,7 +12,7 @@ for an id that it does not know.
 
 import sqlite3
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.ids import now_ms
+from postroom._wire.moment import from_milliseconds
 from postroom._wire.trace import Story, StoryDraft, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
@@ -170,30 +171,27 @@ def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
         elif waits:
             draft.wait(step, f"{envelope.id} waits for {owner.agent} to publish it", "postroom agent run")
         else:
-            place = "JetStream" if stream is None else f"{stream} #{sequence}"
-            ids = {"epoch": str(epoch or 0)}
-            draft.add("event", envelope.id, "published", step.id, at=_moment(published_at), place=place, ids=ids)
+            draft.add(
+                "event", envelope.id, "published", step.id, at=from_milliseconds(published_at),
+                place="JetStream" if stream is None else f"{stream} #{sequence}", ids={"epoch": str(epoch or 0)},
+            )  # fmt: skip
     for name in dict.fromkeys(names):
         for attempts, error, failed_at in db.execute(QUERIES["attempt_of"], (name,)):
             step = draft.add(
-                "handled", f"{name} {owner.agent}", "tried", thing=name, outcome="waiting", at=_moment(failed_at),
-                attempt=attempts, reason=error,
+                "handled", f"{name} {owner.agent}", "tried", thing=name, outcome="waiting",
+                at=from_milliseconds(failed_at), attempt=attempts, reason=error,
             )  # fmt: skip
             draft.wait(step, f"{owner.agent} tries it again: {error}", f"postroom trace {name}")
         for letter_id, encoded, published_at in db.execute(QUERIES["letters_of"], {"id": name}):
             letter = msgspec.json.decode(encoded, type=DeadLetter)
             reason = f"{letter.reason}: {letter.last_error}"
             step = draft.add(
-                "letter", letter_id, "buried", cause, outcome="dead", at=_moment(published_at),
+                "letter", letter_id, "buried", cause, outcome="dead", at=from_milliseconds(published_at),
                 attempt=letter.attempts, reason=reason,
             )  # fmt: skip
             list_it = f"postroom dlq list --mesh {owner.tenant} --consumer {letter.consumer}"
             draft.wait(step, f"{owner.agent} could not handle it: {reason}", list_it)
     return compose(draft.steps, draft.waits, more=len(events) == _MOST)
-
-
-def _moment(ms: int | None) -> datetime | None:
-    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
 async def answer_stories(nats: Client, context: str, durable: str, database: Path) -> None:
