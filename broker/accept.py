@@ -232,19 +232,22 @@ class _Batch:
         self._admitted.update(item.client_message_id for item in self.waiting)
 
     def candidates(self) -> list[Candidate]:
-        """Return the first message of each id: what the transaction is to write."""
-        first: dict[str, Item] = {}
+        """Return the first message of each content of each id: of an id, the first that can be written is."""
+        first: dict[tuple[str, bytes], Item] = {}
         for item in self.waiting:
-            first.setdefault(item.client_message_id, item)
+            first.setdefault((item.client_message_id, item.fingerprint), item)
         return [Candidate(item, self._checked[item.position]) for item in first.values()]
 
     def settle_written(self, written: Sequence[Written]) -> None:
-        """B3: answer 201 to what was accepted; remember what its destination refused."""
-        accepted: set[int] = set()
+        """B3: answer 201 to what was accepted; remember what its destination refused.
+
+        What was refused before another content of its id was accepted is answered too: its id was free then.
+        """
+        accepted: dict[str, int] = {}  # the position of what holds an id now
         for candidate, broker_message_id, history_id, refusal in written:
             item = candidate.item
             if history_id is not None:
-                accepted.add(item.position)
+                accepted[item.client_message_id] = item.position
                 answer = AcceptAnswer(
                     status=201,
                     client_message_id=item.client_message_id,
@@ -256,7 +259,13 @@ class _Batch:
             elif refusal is not None:
                 self._metrics.consumed_then_rejected.inc()
                 self._refused[item.client_message_id, item.fingerprint] = _refusal(refusal, candidate.checked).problem
-        self.waiting = [item for item in self.waiting if item.position not in accepted]
+        for item in self.take_unchecked():
+            holder = accepted.get(item.client_message_id, -1)
+            problem = self._refused.get((item.client_message_id, item.fingerprint))
+            if item.position < holder and problem is not None:
+                self._answer_problem("b2", item, problem)
+            elif item.position != holder:
+                self.waiting.append(item)
 
     def fail_waiting(self, problem: Problem) -> None:
         """Answer `problem` to everything that has no answer."""

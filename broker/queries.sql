@@ -21,7 +21,7 @@ WHERE locktype = 'relation' AND relation = 'mesh.client_message_dedupe'::regclas
 -- everything else reads what that answered. A part of a batch whose numbers are taken already is given the one before its
 -- first as $25.
 -- Answers a row per message: its history_id if it was accepted, why its destination refused it, or neither where another
--- batch took its id first. No row at all: the sender's token was revoked meanwhile.
+-- batch, or a message before it, took its id first. No row at all: the sender's token was revoked meanwhile.
 WITH taken AS MATERIALIZED (
   SELECT coalesce($25::bigint, mesh.take_history_ids($1, cardinality($6::uuid[]))) AS before
 ), sender AS MATERIALIZED (
@@ -87,7 +87,7 @@ WITH taken AS MATERIALIZED (
   )
   SELECT mesh_id, client_message_id, sender_id, broker_message_id, history_id, request_fingerprint,
     destination_kind, destination_ref, now() + $5::interval
-  FROM numbered ORDER BY client_message_id
+  FROM numbered ORDER BY client_message_id, position
   ON CONFLICT DO NOTHING
   RETURNING broker_message_id
 ), accepted AS MATERIALIZED (

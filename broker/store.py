@@ -78,7 +78,7 @@ class Taken(NamedTuple):
 class Written(NamedTuple):
     """What the write made of one candidate: accepted under `history_id`, refused by its destination, or neither.
 
-    Neither means that another batch took the id first: look it up.
+    Neither means that another batch, or a candidate before it, took the id first: look it up.
     """
 
     candidate: Candidate
@@ -125,7 +125,7 @@ class AcceptStore:
     async def write(
         self, sender: Member, candidates: Sequence[Candidate], wanted: Wanted = lambda: True
     ) -> list[Written]:
-        """Commit what can be accepted of `candidates`, whose ids are distinct; one transaction, all of it or nothing.
+        """Commit what can be accepted of `candidates`, in their order; one transaction, all of it or nothing.
 
         Raises `Unwanted` and `TokenRevoked`; after any other error of Postgres or the connection the outcome is
         unknown.

@@ -89,11 +89,23 @@ async def test_a_batch_of_copies_of_a_refused_message_is_refused_at_once(broker:
     assert {answer.status for answer in answers} == {404}
 
 
-async def test_an_id_with_more_contents_than_rounds_is_asked_to_come_again(broker: Any, message: Message) -> None:
+async def test_an_id_with_many_contents_is_refused_for_each(broker: Any, message: Message) -> None:
     answers = await broker.member("alice").send(*(message("id-1", f"topic:nothing_{n}") for n in range(10)))
 
-    assert [answer.status for answer in answers[:3]] == [404, 404, 404]
-    assert (answers[-1].status, answers[-1].problem.retryable) == (503, True)
+    assert {(answer.status, answer.problem.code) for answer in answers} == {(404, "topic_not_found")}
+
+
+@pytest.mark.parametrize("size", [1, 500_000], ids=["one statement", "several statements"])
+async def test_what_is_refused_before_and_after_an_accepted_content_is_answered_in_order(
+    broker: Any, message: Message, counts: Counts, size: int
+) -> None:
+    refused = [message("id-1", f"topic:nothing_{n}", body="x" * size) for n in range(6)]
+    good, other = message("id-1", body="x" * size), message("id-1", body="y" * size)
+    answers = await broker.member("alice").send(*refused, refused[0], good, *refused, other, good)
+
+    assert [answer.status for answer in answers] == [404] * 7 + [201] + [409] * 7 + [200]
+    assert answers[-1].broker_message_id == answers[7].broker_message_id
+    assert (await counts())["topic_message"] == 1
 
 
 async def test_a_failure_that_is_no_messages_own_fails_them_all_and_keeps_nothing(
