@@ -52,7 +52,7 @@ _AT_ONCE: Final = 2 * 1024 * 1024  # bytes of a batch that is split in one go: m
 _SPACE: Final = b" \t\r\n"
 _ENCLOSING: Final = len(b'{"messages":]}')  # each message has one sign more, "[" or ","
 _BEFORE: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"[^"]*"[ \t\r\n]*:[ \t\r\n]*')
-_FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[')
+_FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*')
 _LAST: Final = re.compile(rb"\][ \t\r\n]*\}[ \t\r\n]*")
 _WINDOW: Final = 256 * 1024  # bytes of a message that may be skipped at once
 _TRAILING: Final = re.compile(r"JSON is malformed: trailing characters \(byte (\d+)\)")
@@ -130,6 +130,8 @@ def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw
     if (opening := _FIRST.match(body)) is None:
         _refuse_batch(max_batch, 'it is not {"messages": […]}')
     rest, start, count = memoryview(body), opening.end(), 0
+    if _LAST.fullmatch(body, start) is not None:
+        _refuse_batch(max_batch, "it has none")
     while True:
         try:
             end = start + _length(rest[start:])

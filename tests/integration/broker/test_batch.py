@@ -145,6 +145,13 @@ async def test_a_body_that_is_no_batch_is_refused_whole(broker: Any) -> None:
         assert (answer.status, answer.code) == (400, "invalid_batch"), body
 
 
+@pytest.mark.parametrize("body", [b'{"messages":[]}', b' {"messages": [ \n] } '])
+async def test_a_batch_without_messages_is_refused_as_such(broker: Any, body: bytes) -> None:
+    answer = await broker.member("alice").post("/v1/accept", body)
+
+    assert answer.body["detail"] == "the body is not a batch of 1 to 1000 messages: it has none"
+
+
 async def test_json_nested_beyond_measure_is_refused_whole(broker: Any) -> None:
     levels = 500_000  # Python 3.14 and newer follow some 100,000
     body = b'{"messages": [' + b"[" * levels + b"]" * levels + b"]}"
