@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -159,8 +158,12 @@ def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterat
     for field in msgspec.structs.fields(config):
         hint = hints[field.name]
         bare, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        kinds = [part for part in get_args(bare) if part is not type(None)] if get_origin(bare) is UnionType else [bare]
+        may_be_absent = type(None) in get_args(bare)
+        kinds = [part for part in get_args(bare) if part is not type(None)] if may_be_absent else [bare]
         only = kinds[0] if len(kinds) == 1 else None
+        if may_be_absent and get_origin(only) is Annotated:  # what bounds the one type of a value that may be absent
+            only, *bounds = get_args(only)
+            bare, extras = only | None, [*extras, *bounds]
         if (section := only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None) is not None:
             inner = settings(section, (*path, field.name))
             if section is not bare:  # a section that may be left out, and all of its settings with it

@@ -12,6 +12,7 @@ from postroom.chassis.exits import Exit, Fatal
 class Limits(msgspec.Struct, forbid_unknown_fields=True):
     depth: Annotated[int, msgspec.Meta(ge=1, le=64, description="How deep.")] = 8
     names: list[str] = []
+    port: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,13 +104,19 @@ def test_a_variable_of_the_wrong_type_is_refused_like_a_value_in_the_file(tmp_pa
     assert "limits.depth" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "deep"})
 
 
+def test_a_variable_out_of_range_is_refused_with_the_range(tmp_path):
+    assert "limits.depth: Expected `int` <= 64" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "65"})
+    assert "limits.port: Expected `int` >= 1" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_PORT": "0"})
+
+
 def test_a_variable_below_a_value_that_is_no_table_leaves_the_file_to_be_refused(tmp_path):
     assert "limits" in refusal(write(tmp_path, 'mesh = "sea"\nlimits = "x"'), {"P_LIMITS_DEPTH": "3"})
 
 
 def test_the_effective_config_masks_secrets_and_lists_every_leaf():
     shown = {".".join(setting.path): value for setting, value in effective(Config(mesh="sea", password="hush"))}
-    assert shown == {"mesh": "sea", "state": Path("state"), "password": MASK, "limits.depth": 8, "limits.names": []}
+    limits = {"limits.depth": 8, "limits.names": [], "limits.port": None}
+    assert shown == {"mesh": "sea", "state": Path("state"), "password": MASK, **limits}
 
 
 def test_settings_know_their_variable_and_description():
