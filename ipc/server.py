@@ -341,12 +341,20 @@ class OpenConnections:
         return self.count >= self.cap
 
     def enter(self, newcomer: Connection) -> Connection | None:
-        """Count a connection, which idles; returns the one that has to be dropped, if there are too many."""
+        """Count a connection, which idles; returns the one that has to be dropped, if there are too many.
+
+        That one is forgotten at once: it is closed only in a later turn of the loop, and the next needs another.
+        """
         uid = newcomer.caller.uid
         self._idle[uid][newcomer] = None
         self._resize(uid, 1)
         if self.count <= self.cap:
             return None
+        surplus = self._surplus(newcomer, uid)
+        self.leave(surplus)
+        return surplus
+
+    def _surplus(self, newcomer: Connection, uid: int) -> Connection:
         greediest = max(self._sizes, key=self._sizes.__getitem__)
         idle, busy = self._idle[greediest], self._busy[greediest]
         for guest in list(islice(idle, _EXAMINED)):

@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +332,16 @@ async def test_one_connection_too_many_takes_the_place_of_the_idlest(open_room: 
     assert await newer.readuntil(b'{"ready":true}')
     first.close()
     second.close()
+
+
+async def test_a_crowd_that_arrives_at_once_holds_no_more_connections_than_the_limit(open_room: Any) -> None:
+    room = await open_room(limits=Limits(connections=8))
+    with ExitStack() as closing:
+        for _ in range(64):  # without a turn of the loop in between
+            closing.enter_context(socket.socket(socket.AF_UNIX)).connect(str(room.path))
+        assert (await room.request("GET", "/v1/ready")).status == 200
+        assert room.services.counters.dropped["too_many_connections"] >= 64 - 8
+        assert len(room.server.connections) <= 8
 
 
 @contextmanager
