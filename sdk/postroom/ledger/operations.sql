@@ -117,8 +117,8 @@ LIMIT 1;
 -- name: retry
 -- Lets the failed job $1 go on, by $2 for the reason $3; no row: there is no such job. The messages that were refused go out
 -- again: those that began an activity whose leg 1 is not complete, or that answers itself and has not; each message that is
--- not done, or was missed meanwhile; and the requests of the failed activity that got no answer. Each goes under its own id,
--- so that a copy of it that is still under way is recognised, and what is done is known by its ledger.
+-- not done, or was missed meanwhile; and the requests without an answer that are the failed activity's, or overdue. Each goes
+-- under its own id, so that a copy of it that is still under way is recognised, and what is done is known by its ledger.
 WITH revived AS (
   UPDATE ledger.job SET
     state = CASE WHEN EXISTS (SELECT FROM ledger.guid WHERE job_id = $1 AND ledger.is_set(ledger, 100000000000))
@@ -141,11 +141,15 @@ WITH revived AS (
   FROM activities
   WHERE guid.activity_id = activities.id AND (NOT ledger.is_set(guid.ledger, 1000000000)
     OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000)))
+), unanswered AS MATERIALIZED (
+  SELECT request.id, activities.failed_at IS NOT NULL
+    OR (request.timeout IS NOT NULL AND (request.due_at > now()) IS NOT TRUE) AS overdue
+  FROM ledger.request JOIN activities ON activities.id = request.activity_id
+  WHERE request.answered_by IS NULL
 ), asked AS (
   UPDATE ledger.request SET due_at = clock_timestamp() + request.timeout, asked = 1
-  FROM activities
-  WHERE request.activity_id = activities.id AND request.answered_by IS NULL
-  RETURNING request.id, activities.failed_at
+  FROM unanswered
+  WHERE request.id = unanswered.id
 ), missed AS (
   DELETE FROM ledger.missed USING activities
   WHERE missed.activity_id = activities.id
@@ -182,7 +186,7 @@ WITH revived AS (
     correlation_id => revived.id, traceparent => coalesce(messages.traceparent, activities.traceparent))
   FROM revived, activities JOIN messages ON messages.activity_id = activities.id
 ), emitted_again AS (
-  SELECT postroom.emit_again(id) FROM asked WHERE failed_at IS NOT NULL
+  SELECT postroom.emit_again(id) FROM unanswered WHERE overdue
   UNION ALL
   SELECT postroom.emit_again(event) FROM begun WHERE event IS NOT NULL
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -269,6 +269,29 @@ async def test_a_request_that_nobody_answered_in_time_goes_out_again_under_its_o
     assert tuple(await jobs.connection.fetchrow(query, request.id) or ()) == (1, True)
     query = "SELECT published_at, epoch FROM postroom.outbox_events WHERE id = $1"
     assert tuple(await jobs.connection.fetchrow(query, request.id) or ()) == (None, 1)
+
+
+async def test_every_request_whose_answer_is_overdue_goes_out_again_and_no_other(jobs: Jobs) -> None:
+    begun = await jobs.asked()
+    names = ("failed", "overdue", "asked in vain", "in time", "without a time")
+    children = {name: Child(uuid4(), "load", "{}") for name in names}
+    await spawn(jobs.connection, await jobs.enter(begun.root), list(children.values()))
+    requests = {name: Request(uuid4(), "asked", "{}", timedelta(hours=1)) for name in names}
+    requests["without a time"] = requests["without a time"]._replace(timeout=None)
+    for name in names:
+        leg1 = await enter_leg1(jobs.connection, children[name].id, LEASE)
+        await complete_leg1(jobs.connection, leg1, requests[name])
+    await jobs.publish()
+    query = "UPDATE ledger.request SET due_at = $2 WHERE id = $1"
+    over = datetime.now(UTC) - timedelta(seconds=1)
+    for name, due_at in (("failed", None), ("overdue", over), ("asked in vain", None)):
+        await jobs.connection.execute(query, requests[name].id, due_at)
+    await fail_activity(jobs.connection, children["failed"].id, "no answer in time")
+
+    await retry(jobs, begun.job)
+    query = "SELECT id FROM postroom.outbox_events WHERE published_at IS NULL AND event_type = 'asked'"
+    again = {row["id"] for row in await jobs.connection.fetch(query)}
+    assert again == {requests[name].id for name in ("failed", "overdue", "asked in vain")}
 
 
 async def test_a_job_whose_request_can_not_go_out_again_is_not_let_go_on(jobs: Jobs) -> None:
