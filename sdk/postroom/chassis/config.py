@@ -76,7 +76,7 @@ def load(
     A list is given in the environment as comma-separated words. `shared` maps variables of all programs, as `postroom
     up` writes them, to the setting (`NATS_URL`) that each is the default of where neither the file nor the program's
     own variable has it: what a user sets wins over what is inherited. Raises `Fatal` (78) with the path of what is
-    wrong.
+    wrong, and the variable or the file that says it.
     """
     names = {setting.variable("") for setting in settings(config)}
     for variable in environ:  # refuse one that is nearly a setting's; any other belongs to another program
@@ -86,24 +86,27 @@ def load(
             raise Fatal(Exit.CONFIG, f"{variable} is not a setting: did you mean {prefix}{meant[0]}?")
     tree = _read(file) if file is not None else {}
     said = {path for path, _ in _leaves(tree)}
-    own = {prefix + key: environ[name] for name, key in (shared or {}).items() if name in environ}
+    inherited = {prefix + key: name for name, key in (shared or {}).items() if name in environ}
+    variables: dict[str, str] = {}  # of each setting that the environment has, the variable
     for setting in settings(config):
         variable = setting.variable(prefix)
-        text = environ.get(variable)
-        if text is None and setting.path not in said:
-            text = own.get(variable)
-        if text is not None:
-            _set(tree, setting, text)
+        if variable not in environ and setting.path not in said:
+            variable = inherited.get(variable, variable)
+        if variable in environ:
+            _set(tree, setting, environ[variable])
+            variables[".".join(setting.path)] = variable
     if file is None:
         # refuse an environment that, without a file, leaves out what has no default
         needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
-        if missing := [variable for variable in needed if variable not in {**own, **environ}]:
+        if missing := [variable for variable in needed if variable not in {**inherited, **environ}]:
             sentence = "no config file was given, and the environment alone is not enough: pass one with --config FILE"
             raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
     try:
         return msgspec.convert(tree, config, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {shape_fault(error, config)[1]}") from error
+        field, sentence = shape_fault(error, config)
+        where = variables.get((field or "").partition("[")[0], file or "environment")
+        raise Fatal(Exit.CONFIG, f"{where}: {sentence}") from error
 
 
 def state_home(variable: str, environ: Mapping[str, str]) -> Path:
@@ -210,11 +213,18 @@ def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
         if not isinstance(branch, dict):
             return  # the file holds a value where a table belongs; decoding says so
         tree = branch
-    is_list = get_origin(setting.type) is list
-    value: Any = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
-    with suppress(msgspec.ValidationError):  # what stays text is a path, or refused below with its own
-        value = msgspec.convert(value, setting.type, strict=False)
-    tree[key] = value
+    if get_origin(setting.type) is list:
+        (kind,) = get_args(setting.type)
+        tree[key] = [_value(word.strip(), kind) for word in text.split(",") if word.strip()]
+    else:
+        tree[key] = _value(text, setting.type)
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Read a word of the environment; what is no `kind` stays text, which is a path or refused by decoding."""
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(text, kind, strict=False)
+    return text
 
 
 def _decode(wanted: type, value: Any) -> Any:

@@ -13,6 +13,7 @@ class Limits(msgspec.Struct, forbid_unknown_fields=True):
     depth: Annotated[int, msgspec.Meta(ge=1, le=64, description="How deep.")] = 8
     names: list[str] = []
     port: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    odds: list[int] = []
 
 
 class Config(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,7 +31,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def refusal(file: Path | None, environ: dict[str, str] | None = None) -> str:
     with pytest.raises(Fatal) as refused:
-        load(Config, file, prefix="P_", environ=environ or {})
+        load(Config, file, prefix="P_", environ=environ or {}, shared={"ALL_MESH": "MESH"})
     assert refused.value.exit_code is Exit.CONFIG
     return str(refused.value)
 
@@ -100,13 +101,25 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_read_over(tmp_path):
     assert (config.mesh, config.limits.depth) == ("sea", 3)
 
 
-def test_a_variable_of_the_wrong_type_is_refused_like_a_value_in_the_file(tmp_path):
-    assert "limits.depth" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "deep"})
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("P_LIMITS_DEPTH", "deep", "limits.depth: Expected `int`"),
+        ("P_LIMITS_DEPTH", "65", "limits.depth: Expected `int` <= 64"),
+        ("P_LIMITS_PORT", "0", "limits.port: Expected `int` >= 1"),
+        ("P_LIMITS_ODDS", "1, two", "limits.odds[1]: Expected `int`"),
+        ("P_STATE", "", "state: Expected a path"),
+        ("ALL_MESH", "Sea", "mesh: Expected a name"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named_in_place_of_the_file(tmp_path, variable, value, said):
+    file = write(tmp_path, "[limits]\ndepth = 3")
+    assert refusal(file, {variable: value}).startswith(f"{variable}: {said}")
 
 
-def test_a_variable_out_of_range_is_refused_with_the_range(tmp_path):
-    assert "limits.depth: Expected `int` <= 64" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "65"})
-    assert "limits.port: Expected `int` >= 1" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_PORT": "0"})
+def test_a_value_in_the_file_that_is_wrong_beside_a_variable_is_the_files(tmp_path):
+    file = write(tmp_path, 'mesh = "sea"\n[limits]\ndepth = 65')
+    assert refusal(file, {"P_MESH": "lake"}).startswith(f"{file}: limits.depth: ")
 
 
 def test_a_variable_below_a_value_that_is_no_table_leaves_the_file_to_be_refused(tmp_path):
@@ -115,7 +128,7 @@ def test_a_variable_below_a_value_that_is_no_table_leaves_the_file_to_be_refused
 
 def test_the_effective_config_masks_secrets_and_lists_every_leaf():
     shown = {".".join(setting.path): value for setting, value in effective(Config(mesh="sea", password="hush"))}
-    limits = {"limits.depth": 8, "limits.names": [], "limits.port": None}
+    limits = {"limits.depth": 8, "limits.names": [], "limits.port": None, "limits.odds": []}
     assert shown == {"mesh": "sea", "state": Path("state"), "password": MASK, **limits}
 
 
