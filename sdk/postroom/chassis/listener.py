@@ -220,7 +220,7 @@ class PageDeadlines(NamedTuple):
 class TimedConnection(RequestHandler):
     """A peer's connection; the server's sweep drops it once it is `overdue`."""
 
-    __slots__ = ("_blocked_since", "_half_closed", "_head_since", "_heard_at", "_last_body", "_server")
+    __slots__ = ("_blocked_since", "_head_since", "_heard_at", "_last_body", "_server", "half_closed")
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
@@ -229,7 +229,7 @@ class TimedConnection(RequestHandler):
         self._heard_at = NEVER
         self._blocked_since = NEVER
         self._last_body: StreamReader | None = None
-        self._half_closed = False
+        self.half_closed = False  # or closed altogether: over TCP both look alike
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember since when the peer may ask."""
@@ -259,7 +259,7 @@ class TimedConnection(RequestHandler):
             return False
         if self._messages and not self._messages[-1][1].is_eof():
             self._messages.pop()  # its rest will never come
-        self._half_closed = True
+        self.half_closed = True
         self.end_after_last()
         return True
 
@@ -270,13 +270,8 @@ class TimedConnection(RequestHandler):
 
     def end_after_last(self) -> None:
         """After a half-close: close once the current request is answered, if no other has arrived."""
-        if self._half_closed and not self.has_more:
+        if self.half_closed and not self._messages:
             self.close()
-
-    @property
-    def half_closed(self) -> bool:
-        """Whether the peer has closed the connection, or its half of it: over TCP both look alike."""
-        return self._half_closed
 
     def _has_hung_up(self) -> bool:
         """Return whether the peer has closed its socket, and not only finished sending."""
@@ -314,11 +309,6 @@ class TimedConnection(RequestHandler):
         return self._waiter is None or self._waiter.done()
 
     @property
-    def has_more(self) -> bool:
-        """Whether requests have arrived that are not being answered yet."""
-        return bool(self._messages)
-
-    @property
     def current_request(self) -> web.BaseRequest | None:
         """The request that is being answered."""
         return self._current_request
@@ -333,7 +323,7 @@ class TimedConnection(RequestHandler):
         return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
 
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
-        yield "caller_gone", self._half_closed and self._has_hung_up()
+        yield "caller_gone", self.half_closed and self._has_hung_up()
         yield "reply_not_read", has_passed(self._blocked_since, now, limits.stall_seconds)
         yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
 

@@ -1,6 +1,6 @@
 """Claims in Postgres: one statement for any number of keys, on any table that has them (postgres.sql)."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias
 
@@ -54,8 +54,7 @@ class PostgresClaims:
     async def claim(self, wanted: Sequence[Sequence[Any]], owner: str, lease: float) -> list[State]:
         """See `Claims.claim`."""
         rows = distinct_rows(wanted, self._table)
-        columns = list(map(list, zip(*rows.values(), strict=True)))
-        values = owner, timedelta(seconds=lease), self._table.expired, *columns
+        values = owner, timedelta(seconds=lease), self._table.expired, *_columns(rows.values())
         claimed, started = await self._fetch(self._steps["claim"], *values)
         states: dict[Key, State] = {
             key: Claim(key, owner, attempt, last_error, until, started + lease)
@@ -115,5 +114,5 @@ class PostgresClaims:
 _NO_RESULT: Final[tuple[Any, Any]] = (None, None)
 
 
-def _columns(keys: Sequence[Key]) -> list[list[str]]:
-    return list(map(list, zip(*keys, strict=True)))
+def _columns(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    return list(map(list, zip(*rows, strict=True)))
