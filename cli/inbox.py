@@ -14,7 +14,6 @@ from cli.noun import Json, Paging, Socket, moment, named, noun
 from cli.output import json_line, line
 from postroom import Client, EventsQuery, InboxMessage, InboxQuery
 from postroom._wire.message import parse_destination
-from postroom._wire.sends import MAX_PAGE
 from postroom._wire.words import ago, counted
 
 app = noun()
@@ -69,7 +68,7 @@ def list_(
             return [replace(one, body=None, body_base64=None, meta=None) for one in page.messages], page.next_cursor
 
         columns = (*_COLUMNS, "BODY") if body else _COLUMNS
-        paging.show(ask, columns, cells, things="messages", size=MAX_PAGE, as_json=as_json)
+        paging.show(ask, columns, cells, things="messages", as_json=as_json)
 
     with_daemon(socket, work)
 

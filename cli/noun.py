@@ -26,6 +26,7 @@ from cli.connect import PATIENCE, TIMEOUT, TOKEN_FILES, read_token
 from cli.output import json_line, listing, note
 from postroom._wire.ids import MAX_ID_LENGTH
 from postroom._wire.names import check_name
+from postroom._wire.sends import MAX_PAGE
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage
 
@@ -218,17 +219,16 @@ class Paging(NamedTuple):
         cells: Callable[[T], Sequence[Any]],
         *,
         things: str,
-        size: int,
         as_json: bool,
     ) -> None:
-        """Write a list that `ask` returns page by page, of at most `size`, each with the cursor of the next.
+        """Write a list that `ask` returns page by page, of at most so many, each with the cursor of the next.
 
         What goes on after the last page is said beside the list.
         """
         shown: list[T] = []
         count, cursor = 0, self.cursor
         while True:
-            items, cursor = ask(cursor, size if self.everything else min(size, self.limit - count))
+            items, cursor = ask(cursor, MAX_PAGE if self.everything else min(MAX_PAGE, self.limit - count))
             count += len(items)
             if as_json:
                 for item in items:

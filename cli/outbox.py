@@ -53,7 +53,7 @@ from cli.output import (
 from cli.programs import daemon_config
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
-from postroom._wire.operations import MAX_PAGE, VERBS, Verb
+from postroom._wire.operations import VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowChain, RowStatus
 from postroom._wire.words import ago, counted
 from postroom.chassis.exits import Exit, Fatal
@@ -122,13 +122,7 @@ class Rows(NamedTuple):
 
 
 @app.command("list")
-def list_(
-    *,
-    filters: Filters,
-    paging: Paging,
-    as_json: Json = False,
-    socket: Socket = None,
-) -> None:
+def list_(*, filters: Filters, paging: Paging, as_json: Json = False, socket: Socket = None) -> None:
     """List rows, oldest first; never their payloads."""
     query = filters.query()
 
@@ -142,7 +136,7 @@ def list_(
             page = client.list_rows(replace(query, cursor=after, limit=size))
             return page.rows, page.next_cursor
 
-        paging.show(ask, _COLUMNS, cells, things="rows", size=MAX_PAGE, as_json=as_json)
+        paging.show(ask, _COLUMNS, cells, things="rows", as_json=as_json)
 
     with_daemon(socket, work)
 

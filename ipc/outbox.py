@@ -18,7 +18,7 @@ from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, check_destination, prepare
 from postroom._wire.moment import from_milliseconds
 from postroom._wire.nouns import LogPage, LogQuery
-from postroom._wire.sends import OutboxRow, RelayStatus
+from postroom._wire.sends import MAX_PAGE, OutboxRow, RelayStatus
 from postroom._wire.trace import StoryDraft, TraceQuery, Wait, compose, help_for, steps_of
 from postroom._wire.transport import NDJSON, SQLITE
 from postroom._wire.words import when
@@ -45,11 +45,11 @@ class OutboxRoutes:
         """Stream every row that matches the query, a JSON object a line, never a payload."""
         query = decode_query(request, operations.ExportQuery)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
-        page = await self._outbox.list_rows(_filter(query), None, operations.MAX_PAGE)
+        page = await self._outbox.list_rows(_filter(query), None, MAX_PAGE)
         await response.prepare(request)
         await response.write(_encode_lines(page.rows))
         while page.next_cursor is not None:
-            page = await self._outbox.list_rows(_filter(query), page.next_cursor, operations.MAX_PAGE)
+            page = await self._outbox.list_rows(_filter(query), page.next_cursor, MAX_PAGE)
             await response.write(_encode_lines(page.rows))
         await response.write_eof()
         return response

@@ -21,7 +21,6 @@ from postroom._wire.cloudevents import MOST_IN_A_HEADER, MOST_IN_HEADERS, STRUCT
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
-    MAX_PAGE,
     MAX_WAIT,
     VERBS,
     BackupRequest,
@@ -40,6 +39,7 @@ from postroom._wire.operations import (
 )
 from postroom._wire.retry import Patience
 from postroom._wire.sends import (
+    MAX_PAGE,
     SETTLED,
     BatchResult,
     BulkResult,

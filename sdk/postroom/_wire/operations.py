@@ -14,12 +14,11 @@ import msgspec
 from postroom._wire.message import Id, SendRequest, To
 from postroom._wire.moment import FIRST, Moment, check_moments
 from postroom._wire.names import REASON
-from postroom._wire.sends import RowStatus
+from postroom._wire.sends import MAX_PAGE, RowStatus
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
 
 MAX_REASON: Final = 1000  # characters
-MAX_PAGE: Final = 1000  # rows in one answer
 MAX_WAIT: Final = 60.0  # seconds that one look-up may wait
 MAX_IDS: Final = 10_000  # ids that one bulk request may name, and rows after which its answer ends with a cursor
 

@@ -15,7 +15,7 @@ from postroom.errors import Problem
 RowStatus = Literal["pending", "inflight", "done", "dead", "aborted"]
 RelayState = Literal["starting", "relaying", "paused", "waiting", "stopped"]
 SETTLED: frozenset[RowStatus] = frozenset({"done", "dead", "aborted"})
-MAX_PAGE: Final = 1000  # messages in one answer
+MAX_PAGE: Final = 1000  # rows or messages in one answer
 
 
 class SendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
