@@ -1,10 +1,8 @@
 """`postroom consumer …`: give the messages of a stream to a handler behind HTTP, and see how far each consumer is."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -12,13 +10,11 @@ from cli import completion
 from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.noun import Config, Json, Reach, chosen_ids, noun, several
 from cli.output import fields, listing, one_by_one
+from postroom import BrokerClient
 from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom._wire.words import ago
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
-
-if TYPE_CHECKING:
-    from postroom import BrokerClient
 
 app = noun("Post messages to an HTTP handler; see how far each consumer is, pause, resume and delete it.")
 

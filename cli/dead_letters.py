@@ -1,9 +1,7 @@
 """`postroom dlq …`: see, replay and drop what could not be handled (docs/contract/delivery.md#delivery-51)."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import typer
@@ -12,14 +10,12 @@ from cli import completion
 from cli.change import SECONDS, Change, asking, change_all, check_choice
 from cli.noun import Json, OlderThan, Reach, chosen_ids, noun, several
 from cli.output import fields, json_line, line, listing, note, table
+from postroom import BrokerClient
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
 from postroom._wire.words import ago
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Problem, error_for
-
-if TYPE_CHECKING:
-    from postroom import BrokerClient
 
 app = noun()
 

@@ -1,7 +1,5 @@
 """`postroom doctor`: looks at Python, SQLite, the disk, directories, secrets and every server; says what to do."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -10,18 +8,16 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cli.connect import read_token
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import show_findings
 from postroom import AsyncClient, BrokerClient, PostroomError
+from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import LOW_DISK_BYTES
+from postroom._wire.sends import Health
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
-
-if TYPE_CHECKING:
-    from postroom._wire.administration import BrokerHealth
-    from postroom._wire.sends import Health
 
 PROGRAMS: Final = ("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline")
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables

@@ -1,7 +1,5 @@
 """`postroom inbox …`: read what the daemon has received, and follow it (docs/contract/delivery.md#delivery-82)."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from datetime import datetime
 from typing import Annotated, Any, Final, NamedTuple

@@ -4,8 +4,6 @@
 takes, so a plain line is read here (docs/contract/operate.md#operate-61).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

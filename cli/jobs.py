@@ -1,11 +1,9 @@
 """`postroom jobs …`: start, list, show, cancel and retry jobs (docs/contract/jobs.md#jobs-30)."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 from uuid import UUID, uuid4
 
 import msgspec
@@ -16,6 +14,7 @@ from cli.change import Change, asking, change_all, check_choice, write_each
 from cli.connect import advised
 from cli.noun import BrokerPlace, Json, OlderThan, Reach, choice, chosen_ids, noun, several
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
+from postroom import BrokerClient
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartJob
@@ -24,9 +23,6 @@ from postroom._wire.nouns import CHANGES
 from postroom._wire.words import ago, json_fault
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import TryAgain, Unavailable
-
-if TYPE_CHECKING:
-    from postroom import BrokerClient
 
 
 def _uuid(text: str) -> UUID:

@@ -4,27 +4,24 @@ The broker is asked for those in its database. A registry of a program's own, as
 `--registry` this process opens it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 import typer
 
 from cli.noun import BrokerPlace, Json, Reason, Yes, choice, noun
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
+from postroom import BrokerClient
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.once import KEYS, KeyDetails, KeyName, KeyNames, KeyPage, KeysQuery, KeyState, key_held, key_missing
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
+from postroom.claims import Row
 from postroom.errors import error_for
-
-if TYPE_CHECKING:
-    from postroom import BrokerClient
-    from postroom.claims import Row
-    from postroom.once import Scope, Store
+from postroom.once.model import Scope, Store, state_of
+from postroom.once.registry import open_store
 
 T = TypeVar("T")
 
@@ -59,8 +56,6 @@ class OwnRegistry:
 
     async def inspect(self, scope: Scope) -> KeyDetails:
         """Return a key whole; raises `NotFound` for one that neither is there nor was."""
-        from postroom.once.model import state_of  # noqa: PLC0415
-
         row, log = await self._look_up(scope), await self._store.forgotten(scope)
         if row is None and not log:
             raise key_missing(str(scope))
@@ -96,7 +91,6 @@ class Place(NamedTuple):
         """Ask the broker for the one in its database, or the registry itself if one is named."""
         if (url := self.registry) is None:
             return self.broker.ask(broker)
-        from postroom.once.registry import open_store  # noqa: PLC0415
 
         async def run() -> T:
             store = await open_store(url, create=False)
@@ -124,8 +118,6 @@ class Named(NamedTuple):
 
     def scope(self) -> Scope:
         """Return it as a registry names it."""
-        from postroom.once import Scope  # noqa: PLC0415
-
         return Scope(**self._asdict())
 
 

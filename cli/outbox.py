@@ -3,14 +3,12 @@
 `install` is for the other outbox, of events: it puts one into an application's own database.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO, get_args
+from typing import Annotated, Any, Final, NamedTuple, TextIO, get_args
 
 import msgspec
 import typer
@@ -51,16 +49,13 @@ from cli.output import (
     tree,
 )
 from cli.programs import daemon_config
-from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
+from postroom import Client, ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
 from postroom._wire.operations import VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, RowChain, RowStatus
 from postroom._wire.words import ago, counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Conflict, NotFound, PostroomError
-
-if TYPE_CHECKING:
-    from postroom import Client
 
 app = noun()
 

@@ -3,8 +3,6 @@
 A line each, read as they are needed: a million lines never lie in memory.
 """
 
-from __future__ import annotations
-
 import codecs
 import sys
 import threading

@@ -1,7 +1,5 @@
 """`postroom trace ID`: the story of one message, and where it waits now (docs/contract/operate.md#operate-51)."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

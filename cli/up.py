@@ -3,8 +3,6 @@
 The rules are docs/contract/operate.md#operate-9 and docs/contract/operate.md#operate-10.
 """
 
-from __future__ import annotations
-
 import shlex
 import signal
 from pathlib import Path

@@ -5,8 +5,6 @@ here `cli`, `daemon` and `worker` are ours; there they are the user's names. So 
 module: every verb that needs one becomes that process, or asks one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
 import typer
 
@@ -37,15 +35,13 @@ from cli.noun import (
     several,
 )
 from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
+from postroom import BrokerClient
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
 from postroom._wire.words import ago, counted, span, when
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import check_library_is_visible
-
-if TYPE_CHECKING:
-    from postroom import BrokerClient
 
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")

@@ -4,8 +4,6 @@ It works in a temporary directory of its own unless another is named. However it
 process ends with this one, and the files of a run that was killed are removed by the next.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable
