@@ -9,17 +9,17 @@ recomputed and compared. A day of which retention has deleted messages is neithe
 left of it would pass for the whole. It never has bodies, only their fingerprints.
 """
 
-from __future__ import annotations
-
 import filecmp
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
+import pyarrow as pa
+from pyarrow import parquet
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -27,10 +27,6 @@ from pipeline.runner import Database, Outcome, draft, local_directory, moment, s
 from pipeline.tables import QUERIES, columns, read_ranges, snapshot
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import put_new
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 
 _GROUP_ROWS: Final = 65_536  # of a row group
 DAYS: Final = columns("source string, day string, rows long, became string")
@@ -75,8 +71,6 @@ def write_days(
     Row groups have one size, wherever Spark's batches end, and a file gets its name when it is complete. So a task that
     runs twice writes the same bytes, and the second time finds the file.
     """
-    import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
-
     for day, parts in groupby(_by_day(batches), key=lambda part: part[0]):
         done = _write_day(directory, day, (rows for _, rows in parts), verify=verify, is_whole=day > deleted_to)
         yield pa.RecordBatch.from_pylist([done._asdict()])
@@ -103,9 +97,6 @@ def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, ve
         return Day(directory.name, day, sum(part.num_rows for part in parts), "unverified" if is_there else "missed")
     final.parent.mkdir(parents=True, exist_ok=True)
     with draft(final.parent) as fresh:
-        import pyarrow as pa  # noqa: PLC0415
-        from pyarrow import parquet  # noqa: PLC0415
-
         first = next(parts)
         waiting = pa.Table.from_batches([first]).replace_schema_metadata(None)
         rows = int(first.num_rows)

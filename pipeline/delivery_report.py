@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+import pyarrow as pa
+from pyarrow import parquet
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
@@ -57,9 +59,6 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     picture = directory / "latency.png"
     sweep(directory)
     with replacement(directory / "latency.parquet") as fresh:
-        import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
-        from pyarrow import parquet  # noqa: PLC0415
-
         schema = pa.schema(
             [(name, pa.string()) for name in ("mesh", "to", "stage", "day")]
             + [("deliveries", pa.int64())]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
+from pyarrow import parquet
 from pyspark.sql import SparkSession
 
 from pipeline.runner import Outcome, Struct, local_directory, replacement, submitted, sweep
@@ -43,8 +44,6 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
     found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _COLUMNS).orderBy("store").toArrow()
     if directory is not None:
-        from pyarrow import parquet  # noqa: PLC0415 - of the extra `pipeline`
-
         with replacement(directory / "state-hash.parquet") as fresh:
             parquet.write_table(found, fresh)
     rows = found.to_pylist()

@@ -4,8 +4,6 @@ The driver holds a transaction open that exports its snapshot, so that many task
 moment, during accepts and sweeps. The only locks are those that keep a table from being rewritten.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,8 +11,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
+from pyspark.sql import DataFrame, DataFrameReader, Row, SparkSession
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -27,11 +27,6 @@ from postroom.spark.database import connected
 from postroom.spark.formats import HistorySource
 from postroom.spark.history import QUERIES as HISTORY_QUERIES
 from postroom.spark.history import check_mesh, copy
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, DataFrameReader, Row, SparkSession
-
 
 ROOM: Final = "pipeline"
 QUERIES: Final = load_queries("pipeline")
