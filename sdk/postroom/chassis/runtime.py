@@ -209,11 +209,26 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
-    """Return the sockets that the service manager opened for this process, in order; usually none."""
+    """Return the Unix sockets that the service manager opened for this process, in order; usually none.
+
+    Raises `Fatal` (78) for any other: the peers of a TCP port have no uid, and would be taken for this process' user.
+    """
     count = environ.get("LISTEN_FDS")
     if count is None or _is_foreign("LISTEN_PID", environ):
         return []
-    return [socket.socket(fileno=fd) for fd in range(_FIRST_FD, _FIRST_FD + int(count))]
+    if not count.isdecimal():
+        raise Fatal(Exit.CONFIG, f"LISTEN_FDS is {count!r}, which is not a number of sockets: let systemd alone set it")
+    sockets = []
+    for fd in range(_FIRST_FD, _FIRST_FD + int(count)):
+        with suppress(OSError):  # it is not a socket, or not open
+            sock = socket.socket(fileno=fd)
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and (sock.family, sock.type) == (socket.AF_UNIX, socket.SOCK_STREAM):
+                sockets.append(sock)
+                continue
+        detail = f"LISTEN_FDS passes in {count}, but descriptor {fd} is not a Unix socket that listens"
+        raise Fatal(Exit.CONFIG, f"{detail}: give ListenStream= of the .socket unit a path")
+    return sockets
 
 
 def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:

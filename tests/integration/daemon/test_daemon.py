@@ -164,6 +164,27 @@ def test_a_socket_passed_in_is_used_as_it_is(daemon: Any) -> None:
     assert daemon.socket.exists()
 
 
+def test_a_tcp_port_passed_in_is_refused_since_whoever_reaches_it_would_need_no_token(daemon: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        daemon.inherit = [port]
+        assert daemon.start().ended() == 78
+    assert "descriptor 3 is not a Unix socket that listens" in daemon.said()
+
+
+def test_what_is_passed_in_and_is_not_a_unix_socket_that_listens_is_refused(daemon: Any) -> None:
+    with (
+        socket.socket(socket.AF_UNIX) as silent,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as packets,
+        daemon.directory.joinpath("file").open("w") as file,
+    ):
+        packets.bind(str(daemon.directory / "packets.sock"))
+        packets.listen()
+        for passed in (silent, packets, file):
+            daemon.inherit = [passed]
+            assert daemon.start().ended() == 78, daemon.said()
+    assert daemon.said().count("descriptor 3 is not a Unix socket that listens") == 3
+
+
 def test_it_tells_the_service_manager_what_it_does(daemon: Any, service_manager: Callable[[str], str]) -> None:
     daemon.environ["WATCHDOG_USEC"] = "200000"
     daemon.start()

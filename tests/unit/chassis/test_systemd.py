@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 
+from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import listen_sockets, notify, watchdog_seconds
 
 
@@ -46,6 +47,13 @@ def test_the_watchdog_interval_is_read_for_this_process_only():
 def test_no_socket_is_taken_that_was_passed_to_another_process():
     assert listen_sockets({"LISTEN_FDS": "1", "LISTEN_PID": "1"}) == []
     assert listen_sockets({}) == []
+
+
+@pytest.mark.parametrize("count", ["x", "", "-1"])
+def test_what_is_not_a_number_of_sockets_is_refused(count):
+    with pytest.raises(Fatal, match="LISTEN_FDS") as refused:
+        listen_sockets({"LISTEN_FDS": count, "LISTEN_PID": str(os.getpid())})
+    assert refused.value.exit_code is Exit.CONFIG
 
 
 def test_a_passed_socket_is_taken_over(tmp_path):
