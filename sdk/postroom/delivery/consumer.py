@@ -193,6 +193,11 @@ class Consumer:
         return None
 
     @property
+    def stream(self) -> str:
+        """The name of the stream that it reads."""
+        return self._settings.stream
+
+    @property
     def durable(self) -> str:
         """Its name in JetStream."""
         return self._settings.durable

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerInfo, StreamInfo
+from nats.js.api import ConsumerInfo, SequenceInfo, StreamInfo
 from nats.js.errors import NotFoundError
 
 from postroom._wire.sql import load_queries
@@ -55,7 +55,7 @@ async def list_durables(
     a consumer. Raises what nats-py raises.
     """
     return [
-        _durable(info, _own(begun, stream, info), await _oldest(js, info) if oldest else None)
+        _durable(info, _own(begun, stream, info), await find_oldest(js, info, info.ack_floor) if oldest else None)
         async for stream, info in each_durable(js, meshes)
     ]
 
@@ -130,12 +130,15 @@ EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume, "delete": d
 """What each verb does to a consumer, for an operator who gave a reason."""
 
 
-async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:
-    """Return since when the oldest message waits that a consumer has yet to acknowledge; None where none does."""
+async def find_oldest(js: JetStreamContext, info: ConsumerInfo, after: SequenceInfo | None) -> datetime | None:
+    """Return since when the oldest message of a consumer waits `after` its `ack_floor`, or what was `delivered` last.
+
+    None where none does. Raises what nats-py raises.
+    """
     moments: list[datetime] = []
     for pattern in filters_of(info.config) if info.num_pending or info.num_ack_pending else []:
         with suppress(NotFoundError):
-            first = 1 + (0 if info.ack_floor is None else info.ack_floor.stream_seq)
+            first = 1 + (0 if after is None else after.stream_seq)
             message = await js.get_msg(info.stream_name, first, subject=pattern, next=True)
             moments += [] if message.time is None else [message.time]
     return min(moments, default=None)

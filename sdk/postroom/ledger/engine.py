@@ -6,14 +6,18 @@ retried or escalated; a handler that fails is tried by its policy, and then the 
 job. Attempts are those that the ledgers have counted: one whose worker died counts, a delivery that finds another
 worker at it does not.
 
-Requests that wait for their answers are asked again in time. Messages for activities that the worker which takes them
-does not have (its flow is older, or a name changed) are acknowledged and kept, no attempt is counted, and the job
-waits, visibly (`ledger.operations`); a worker that has the activity brings them back, each as the message that it was.
+Requests that wait for their answers are asked again in time (docs/contract/jobs.md#jobs-39), but for those whose
+answers wait here for their turn (`holding`), or may be among the events that no worker has read. Messages for
+activities that the worker which takes them does not have (its flow is older, or a name changed) are acknowledged and
+kept, no attempt is counted, and the job waits, visibly (`ledger.operations`); a worker that has the activity brings
+them back, each as the message that it was.
 """
 
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
@@ -98,6 +102,7 @@ class Engine:
         self._worker = worker or f"{socket.gethostname()[:64]}/{os.getpid()}"
         self._running = Running(pool=pool, flow=flow, lease=lease)
         self._clock = DatabaseClock()
+        self._held = Counter[UUID]()  # requests whose answers are here
 
     def limit(self, most_bytes: int) -> None:
         """Limit the messages that go out: a step that makes a larger one fails, with that as the reason."""
@@ -155,22 +160,41 @@ class Engine:
             raise TryLater(f"a worker runs the activity {activity}", None)
         await self.fail(activity, error)
 
-    async def ask_again(self) -> None:
-        """Send some overdue requests again; one that was sent as often as it may be fails its activity.
+    @contextmanager
+    def holding(self, requests: Sequence[UUID]) -> Iterator[None]:
+        """Let no request be overdue whose answer is handled in the block, where it may wait for the steps of others."""
+        held = Counter(requests)
+        self._held += held
+        try:
+            yield
+        finally:
+            self._held -= held
 
-        None is overdue while the clock of Postgres is in doubt.
-        """
+    async def find_late(self) -> list[str]:
+        """Return the meshes where answers are overdue."""
         pool = self._running.pool
         await pool.execute(QUERIES["set_back"], self.flow.name, MOST_AT_ONCE)
-        overdue = await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE)
-        if overdue and not await self._clock.is_confirmed(pool):
+        return [row["context"] for row in await pool.fetch(QUERIES["find_late"], self.flow.name)]
+
+    async def ask_again(self, mesh: str, unread: datetime | None) -> None:
+        """Send some overdue requests of a mesh again; one that was sent as often as it may be fails its activity.
+
+        None is overdue while the clock of Postgres is in doubt, nor while its answer may have come in time, and be held
+        or unread. The first event that no worker has read came at `unread`; None where all are read.
+        """
+        pool = self._running.pool
+        await pool.execute(QUERIES["prolong"], list(self._held))
+        overdue = await pool.fetch(QUERIES["find_overdue"], self.flow.name, mesh, MOST_AT_ONCE)
+        if not overdue or not await self._clock.is_confirmed(pool):
             return
-        for request, activity in overdue:
+        for request, activity, due_at in overdue:
+            if unread is not None and due_at >= unread:
+                return
             async with pool.acquire() as connection, connection.transaction():
                 await connection.execute(QUERIES["take_turn"], activity)
                 row = await connection.fetchrow(QUERIES["ask_again"], activity, request)
-            if row is None or row["verdict"] != "exhausted":  # None: it was answered meanwhile, or its job has ended
-                self.counters.asked_again += 1
+            if row is None or row["verdict"] != "exhausted":
+                self.counters.asked_again += row is not None and row["verdict"] == "done"
             else:
                 times = "once" if row["asked"] == 1 else f"{row['asked']} times"
                 error = f"no answer to the request {request}, asked {times}, each time for {row['seconds']:g} s"

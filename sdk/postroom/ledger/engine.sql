@@ -32,12 +32,27 @@ SELECT request.id, activity.id AS activity, activity.name
 FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id
 WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2;
 
+-- name: find_late
+-- The contexts where answers to requests of the flow $1 are overdue.
+SELECT DISTINCT job.context
+FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
+WHERE request.flow = $1 AND request.due_at <= now();
+
 -- name: find_overdue
--- The requests of the flow $1 whose answer is overdue, oldest first, at most $2. One that has an answer which waits for a
--- worker is not overdue.
-SELECT id, activity_id AS activity FROM ledger.request
+-- The requests of the flow $1 in the context $2 whose answer is overdue, oldest first, at most $3. One that has an answer which
+-- waits for a worker is not overdue. The context is looked up for each: joined, all that are overdue would be sorted.
+SELECT id, activity_id AS activity, due_at FROM ledger.request
 WHERE flow = $1 AND due_at <= now() AND NOT EXISTS (SELECT FROM ledger.set_aside WHERE request_id = request.id)
-ORDER BY due_at LIMIT $2;
+  AND (
+    SELECT job.context FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id
+    WHERE activity.id = request.activity_id
+  ) = $2
+ORDER BY due_at LIMIT $3;
+
+-- name: prolong
+-- Gives the requests $1 all their time again where half of it is over: their answers are there, and wait for their turn.
+UPDATE ledger.request SET due_at = clock_timestamp() + timeout
+WHERE id = ANY ($1::uuid[]) AND due_at < clock_timestamp() + timeout / 2;
 
 -- name: set_back
 -- The clock was set back: of the requests of the flow $1 whose answers are due last, at most $2, those that have more time than

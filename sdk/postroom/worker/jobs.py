@@ -12,7 +12,7 @@ any event that names a request  leg 2: in `X-Causation-Id`, or in its body as `a
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -26,6 +26,7 @@ from postroom.claims import DONE, Dead, Later, Outcome
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import REPLAY_OF, RecordedLetters
+from postroom.delivery.durables import find_oldest
 from postroom.delivery.message import CAUSATION_ID, Delivery
 from postroom.delivery.nats import CLOCK_SKEW, most_payload
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
@@ -43,6 +44,7 @@ PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
 _MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless no delivery became an attempt
 _PAUSES: Final = BackoffSettings().schedule  # before the next delivery, unless the flow or the ledger sets one
 _IN_HAND: Final = 500  # messages of one flow in one mesh
+_BEFORE_ALL: Final = datetime.min.replace(tzinfo=UTC)
 
 SPAWNED: Final = "activity_spawned"
 CYCLED: Final = "activity_cycled"
@@ -184,6 +186,13 @@ class JobHandler:
         """Settle each delivery of `batch`, as soon as its steps are done."""
         meanings = [_read(delivery) for delivery in batch]
         requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
+        brought_back = [meaning.answer.request for meaning in meanings if isinstance(meaning, Due) and meaning.answer]
+        with self._engine.holding(requests + [request for request in brought_back if request is not None]):
+            await self._handle_all(batch, meanings, requests, settle)
+
+    async def _handle_all(
+        self, batch: Sequence[Delivery], meanings: Sequence[Meaning | Dead], requests: list[UUID], settle: Settle
+    ) -> None:
         try:
             askers = await self._engine.find_askers(requests)
         except POSTGRES_ERRORS as error:
@@ -267,6 +276,16 @@ def _read(delivery: Delivery) -> Meaning | Dead:
         return Dead("invalid_job_message", f"{delivery.message_id} cannot be read: {error}")
 
 
+async def _find_unread(js: JetStreamContext, consumer: Consumer) -> datetime | None:
+    """Return since when, at the earliest, a message waits that no worker was given; None where none does."""
+    try:
+        info = await js.consumer_info(consumer.stream, consumer.durable)
+    except NotFoundError:  # it is just being made
+        return _BEFORE_ALL
+    first = await find_oldest(js, info, info.delivered) if info.num_pending else None
+    return None if first is None else first - CLOCK_SKEW
+
+
 class Jobs(Consumers[tuple[str, str], Consumer]):
     """The flows of one worker, by flow and mesh: `run` it as a task."""
 
@@ -296,9 +315,11 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
         for place in await find_places(self._pool, list(self.engines)):
             if (place.flow, place.mesh) not in self.running:
                 await self._begin(js, place)
-        for engine in self.engines.values():
+        for flow, engine in self.engines.items():
             await engine.bring_back()
-            await engine.ask_again()
+            for mesh in await engine.find_late():
+                if (consumer := self.running.get((flow, mesh))) is not None:
+                    await engine.ask_again(mesh, await _find_unread(js, consumer))
 
     async def _begin(self, js: JetStreamContext, place: Place) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -360,16 +361,16 @@ async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(r
         "UPDATE postroom.outbox_events SET published_at = now(), stream = 's', stream_created_at = now(), "
         "stream_sequence = 1 WHERE id = $1"
     )
-    await running.engine.ask_again()  # nothing is overdue
+    await running.engine.ask_again("sea", None)  # nothing is overdue
     await running.jobs.connection.execute(published, request)
     await running.jobs.connection.execute(OVERDUE, request)
-    await running.engine.ask_again()
+    await running.engine.ask_again("sea", None)
     query = "SELECT published_at IS NULL AND epoch = 1 FROM postroom.outbox_events WHERE id = $1"
     assert await running.jobs.connection.fetchval(query, request)
     assert await running.ended(start) == ("running", None)
 
     await running.jobs.connection.execute(OVERDUE, request)
-    await running.engine.ask_again()
+    await running.engine.ask_again("sea", None)
     why = f"no answer to the request {request}, asked 2 times, each time for 60 s"
     assert await running.ended(start) == ("failed", why)
 
@@ -383,16 +384,50 @@ async def test_a_request_is_not_overdue_by_a_clock_that_is_ahead_nor_for_longer_
     asked = "SELECT asked, extract(epoch FROM due_at - now())::float8 FROM ledger.request WHERE id = $1"
     await running.jobs.connection.execute(OVERDUE, request)
     running.engine._clock = clock_ahead()
-    await running.engine.ask_again()
+    await running.engine.ask_again("sea", None)
     assert (await running.jobs.connection.fetchrow(asked, request))[0] == 1
 
     await running.jobs.connection.execute(
         "UPDATE ledger.request SET due_at = now() + interval '10 years' WHERE id = $1", request
     )
-    await running.engine.ask_again()
+    await running.engine.find_late()
     times, seconds = await running.jobs.connection.fetchrow(asked, request)
     assert times == 1
     assert 50 < seconds <= 60
+
+
+async def test_a_request_is_overdue_once_every_event_from_before_its_time_was_over_is_read(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned")
+    ((request, _),) = await running.commands(start)
+    query = "UPDATE ledger.request SET due_at = $2, asked = 2 WHERE id = $1"
+    over = datetime.now(UTC) - timedelta(days=400)
+    await running.jobs.connection.execute(query, request, over)
+
+    assert await running.engine.find_late() == ["sea"]
+    await running.engine.ask_again("sea", over - timedelta(seconds=1))
+    assert await running.ended(start) == ("running", None)
+    await running.engine.ask_again("other", None)
+    assert await running.ended(start) == ("running", None)
+    await running.engine.ask_again("sea", over + timedelta(seconds=1))
+    assert (await running.ended(start))[0] == "failed"
+
+
+async def test_an_answer_that_waits_for_its_turn_keeps_its_request_in_time(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned")
+    ((request, _),) = await running.commands(start)
+    await running.jobs.connection.execute("UPDATE ledger.request SET asked = 2 WHERE id = $1", request)
+    with running.engine.holding([request, uuid4()]):
+        await running.jobs.connection.execute(OVERDUE, request)
+        await running.engine.ask_again("sea", None)
+        assert await running.ended(start) == ("running", None)
+    await running.engine.ask_again("sea", None)  # it has all its time again
+    assert await running.ended(start) == ("running", None)
+
+    await running.jobs.connection.execute(OVERDUE, request)
+    await running.engine.ask_again("sea", None)
+    assert (await running.ended(start))[0] == "failed"
 
 
 async def test_a_full_counter_fails_the_activity_visibly(running: Running) -> None:

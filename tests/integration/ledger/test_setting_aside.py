@@ -127,7 +127,7 @@ async def test_an_answer_waits_whole_and_its_request_is_not_overdue_meanwhile(de
     start, request = await deployment.asked()
     await deployment.old.answered(start.root, "ask", "m-1", Answer('{"rows": 1}', request, "paged"))
     await deployment.jobs.connection.execute(OVERDUE, start.root)
-    await deployment.new.ask_again()
+    await deployment.new.ask_again("sea", None)
     assert await deployment.jobs.job(start.job) == ("running", 1)
 
     await deployment.new.bring_back()
@@ -135,7 +135,7 @@ async def test_an_answer_waits_whole_and_its_request_is_not_overdue_meanwhile(de
     assert event == "activity_retried"
     expected = {"guid": "m-1", "answer": {"rows": 1}, "request": str(request), "event": "paged"}
     assert {name: body[name] for name in expected} == expected
-    await deployment.new.ask_again()
+    await deployment.new.ask_again("sea", None)
     assert await deployment.jobs.job(start.job) == ("running", 1)
 
 

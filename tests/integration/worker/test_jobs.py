@@ -25,6 +25,7 @@ from support.waiting import until_so
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate, open_rooms
 from postroom.claims import Later, Outcome
+from postroom.delivery.consumer import Consumer
 from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
@@ -282,6 +283,107 @@ async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_bu
         await jobs.stop()
         await running
         await pool.close()
+
+
+ASKED = "SELECT {} FROM ledger.request JOIN ledger.activity ON activity.id = activity_id WHERE job_id = $1"
+
+
+class Asking:
+    """The worker of a flow that asks and has an hour for each answer, whose looks a test makes itself."""
+
+    def __init__(self, office: Office, pool: asyncpg.Pool[asyncpg.Record], nats_url: str) -> None:
+        flow = Flow("asking")
+        self.go_on = asyncio.Event()
+        self._office = office
+        self._context = office.context
+
+        @flow.activity(sends="queue:ask", timeout=3600)
+        async def ask(_ctx: FlowContext, request: Any) -> Any:
+            return request
+
+        @ask.answered
+        async def _(_ctx: FlowContext, _answer: Any) -> None:
+            await self.go_on.wait()
+
+        settings = JobSettings(steps_at_once=1)
+        self.jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], settings, emitted=lambda: None)
+
+    @property
+    def consumer(self) -> Consumer:
+        """The consumer of its flow."""
+        return self.jobs.running["asking", self._context.name]
+
+    async def look(self) -> None:
+        """Begin what is missing, and ask again for what is overdue."""
+        await self.jobs.look(self._context.js)
+
+    async def ask(self) -> UUID:
+        """Start a job and return its request."""
+        job, context = await self._office.start("asking", "ask", {}), self._context
+        query = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = $2 AND correlation_id = $1"
+        (spawned,) = await self._office.connection.fetch(query, job, "activity_spawned")
+        await context.publish([str(spawned[0])], spawned[1].encode(), f"{context.name}.event.activity_spawned.v1")
+        await self.look()
+        await self._office.until_is(ASKED.format("count(*)"), 1, job)
+        request: UUID = await self._office.connection.fetchval(ASKED.format("request.id"), job)
+        return request
+
+    async def answer(self, request: UUID) -> None:
+        """Publish the answer to a request whose time is over a moment later."""
+        headers = {"Nats-Msg-Id": str(uuid4()), "X-Causation-Id": str(request)}
+        await self._context.js.publish(self._context.subject, b"{}", headers=headers)
+        query = "UPDATE ledger.request SET due_at = now() WHERE id = $1"
+        await self._office.connection.execute(query, request)
+
+    async def close(self) -> None:
+        """End its consumer."""
+        await self.jobs.end(("asking", self._context.name))
+
+
+@pytest.fixture
+async def pool(office: Office) -> AsyncIterator[asyncpg.Pool[asyncpg.Record]]:
+    async with await open_rooms(office.url, *ROOMS, name="test", connections=6) as pool:
+        yield pool
+
+
+STATES = "SELECT array_agg(state ORDER BY state) FROM ledger.job"
+
+
+async def test_an_answer_that_came_while_no_worker_ran_keeps_its_request_in_time(
+    office: Office, pool: asyncpg.Pool[asyncpg.Record], nats_url: str
+) -> None:
+    stopped = Asking(office, pool, nats_url)
+    request = await stopped.ask()
+    await stopped.close()
+    await stopped.answer(request)
+    await office.context.js.pause_consumer(office.context.events, "jobs__asking", "2099-01-01T00:00:00Z")
+
+    started = Asking(office, pool, nats_url)
+    started.go_on.set()
+    for _ in range(2):
+        await started.look()
+        assert await office.connection.fetchval(STATES) == ["running"]
+    await office.context.js.resume_consumer(office.context.events, "jobs__asking")
+    await office.until_is(STATES, ["completed"])
+    await started.close()
+
+
+async def test_an_answer_that_waits_for_the_steps_of_others_keeps_its_request_in_time(
+    office: Office, pool: asyncpg.Pool[asyncpg.Record], nats_url: str
+) -> None:
+    asking = Asking(office, pool, nats_url)
+    for request in [await asking.ask(), await asking.ask()]:
+        await asking.answer(request)
+    await until_so(lambda: _are_in_hand(asking.consumer, 2))
+    await asking.look()
+    assert await office.connection.fetchval(STATES) == ["running", "running"]
+    asking.go_on.set()
+    await office.until_is(STATES, ["completed", "completed"])
+    await asking.close()
+
+
+async def _are_in_hand(consumer: Consumer, messages: int) -> bool:
+    return consumer.in_hand == messages
 
 
 async def test_what_postgres_cannot_be_asked_about_comes_again_with_the_reason(office: Office) -> None:

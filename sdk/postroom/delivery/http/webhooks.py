@@ -73,7 +73,6 @@ class WebhookConsumer(PostingConsumer):
     ) -> None:
         """`stream` holds the mesh's events. Raises `Fatal` for a URL that cannot be posted to."""
         self.webhook = webhook
-        self.stream = stream
         self._pool = pool
         client_settings = HandlerSettings(
             url=webhook.url, timeout_seconds=settings.timeout_seconds, connect_seconds=settings.connect_seconds
