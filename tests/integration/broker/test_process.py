@@ -6,6 +6,7 @@ import asyncio
 import grp
 import json
 import os
+import re
 import socket
 import ssl
 import stat
@@ -312,6 +313,8 @@ async def test_metrics_count_every_phase_and_name_nobody(broker: Any, message: M
         assert f'postroom_broker_messages_total{{phase="{phase}",status="{status}"}} 1.0' in text
     assert "postroom_broker_rate_limit_consumed_then_rejected_total 1.0" in text
     assert not any(secret in text for secret in ("alice", "demo", "id-1", alice.token))
+    named = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert named <= set(re.findall(r"^\| `(\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
 
 
 @pytest.mark.usefixtures("impatient")
