@@ -155,7 +155,7 @@ def moment(text: str | None, option: str) -> datetime | None:
 
 def local_directory(output: str) -> Path:
     """Return the directory that `output` names; raises `Fatal` (2) for a URI, which would be a directory `s3a:`."""
-    if "://" in output:
+    if ":/" in output:
         raise Fatal(Exit.USAGE, f"output is {output!r}: give the path of a directory, such as of a mounted file system")
     return Path(output)
 

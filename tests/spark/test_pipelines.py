@@ -338,13 +338,14 @@ def test_two_reports_at_once_are_both_whole(
     assert files(tmp_path) == ["latency.parquet", "latency.png"]
 
 
+@pytest.mark.parametrize("output", ["s3a://bucket/audit", "file:/srv/audit"])
 @pytest.mark.parametrize("words", ["audit-log", "delivery-report", "state-hash stores=*.db"])
 def test_an_output_that_only_spark_could_write_to_is_refused(
-    pipeline: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: Any, words: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Fatal, match=r"output is 's3a://bucket/audit': give the path of a directory") as raised:
-        pipeline(*words.split(), "output=s3a://bucket/audit")
+    with pytest.raises(Fatal, match=f"output is '{output}': give the path of a directory") as raised:
+        pipeline(*words.split(), f"output={output}")
     assert raised.value.exit_code == Exit.USAGE
     assert list(tmp_path.iterdir()) == []
 

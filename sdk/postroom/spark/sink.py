@@ -456,10 +456,10 @@ def write_problems(plan: WritePlan, directory: str, name: str, problems: Sequenc
 
 
 def _resolve(directory: str) -> tuple[Any, str]:
-    """Return the file system of a path or a URI (`s3://`, `hdfs://`, `file://`), and the path in it."""
+    """Return the file system of a path or a URI (`s3://bucket/…`, `file:/…`), and the path in it."""
     from pyarrow import fs  # noqa: PLC0415 - slow, and only where a file is written
 
-    if "://" in directory:
+    if ":/" in directory:
         system, path = fs.FileSystem.from_uri(directory)
         return system, path
     return fs.LocalFileSystem(), str(Path(directory).absolute())
