@@ -38,6 +38,7 @@ Authorize = Callable[[web.Request, str], Awaitable[None]]
 Q = TypeVar("Q", bound=msgspec.Struct)
 
 INTERNAL_ERROR: Final = PostroomError.of("internal_error", "internal error: see the log", retryable=True).problem
+_NO_ROUTE: Final = "this program has no such route: check the address, and whether it is older than the caller"
 BROKEN_BODY: Final = PostroomError.of("bad_request", "the body does not match its headers").problem
 
 
@@ -140,7 +141,8 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         if error.status < HTTPStatus.BAD_REQUEST:
             raise
         code = HTTPStatus(error.status).name.lower()
-        detail = f"{request.method} {request.path}: {error.reason}"
+        # without the path, which may hold a token
+        detail = _NO_ROUTE if error.status in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED} else error.reason
         answer = problem_response(PostroomError.of(code, detail, status=error.status).problem)
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]

@@ -100,6 +100,12 @@ async def test_every_error_is_a_problem(client, method, path, status, code):
     assert answer.headers["Server"] == "postroom"
 
 
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_an_answer_does_not_repeat_a_path_which_may_hold_a_token(client, method):
+    assert "hush" not in await (await client.request(method, "/v1/hush")).text()
+    assert "hush" not in await (await client.request(method, "/v1/parcels/hush")).text()
+
+
 async def test_a_problem_that_knows_when_says_so_in_the_header(client):
     assert (await client.get("/v1/parcels/lost")).headers["Retry-After"] == "2"
 
