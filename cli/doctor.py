@@ -19,7 +19,9 @@ from postroom._wire.programs import LOW_DISK_BYTES
 from postroom._wire.sends import Health
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
 
-PROGRAMS: Final = ("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline")
+PROGRAMS: Final = (
+    "broker", "broker_client", "cli", "console", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline",
+)  # fmt: skip
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
 PATIENCE: Final = 5.0  # seconds that a person waits for NATS

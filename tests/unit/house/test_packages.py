@@ -15,6 +15,8 @@ import pytest
 from aiohttp.web_protocol import RequestHandler
 from packaging.requirements import Requirement
 
+from cli.doctor import PROGRAMS
+
 ROOT = Path(__file__).parents[3]
 SERVER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 SERVER.remove("postroom_server.py")  # the command's one module, no room
@@ -48,6 +50,10 @@ def test_each_import_name_is_ours_and_nobody_elses(name):
     assert Path(module.__file__).is_relative_to(ROOT)
     claimed = set(packages_distributions().get(name, ()))
     assert claimed <= {"postroom", "postroom-server"}
+
+
+def test_the_doctor_looks_for_strangers_in_every_room():
+    assert sorted(PROGRAMS) == sorted(SERVER)
 
 
 @pytest.mark.parametrize("name", SERVER)
