@@ -203,8 +203,9 @@ SELECT
   EXISTS (SELECT FROM ledger.job WHERE context = $2) AS jobs;
 
 -- name: delete_mesh
--- An empty mesh, with its members, topics and queues.
-DELETE FROM mesh.mesh WHERE id = $1;
+-- An empty mesh, with its members, topics and queues; and what was replayed in it, which a new mesh of its name would get.
+WITH deleted AS (DELETE FROM mesh.mesh WHERE id = $1 RETURNING slug)
+DELETE FROM postroom.replays WHERE context IN (SELECT slug FROM deleted);
 
 -- name: find_mesh
 -- The id of a mesh.

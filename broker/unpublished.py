@@ -161,7 +161,7 @@ def _id(info: ConsumerInfo) -> str:
 
 
 class Sources(Handlers):
-    """The handlers of the routes of the sources: events, deliveries and letters."""
+    """The handlers of the routes of the sources: events, deliveries, letters and replays."""
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/sources`: the backlog of each, of one mesh or of all."""

@@ -98,7 +98,7 @@ class SourceBacklog(msgspec.Struct, frozen=True):
 
 
 class SourcePage(msgspec.Struct, kw_only=True):
-    """Every source: events, deliveries and letters."""
+    """Every source: events, deliveries, letters and replays."""
 
     sources: list[SourceBacklog]
 

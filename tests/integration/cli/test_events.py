@@ -87,17 +87,19 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_a
         "events: 1 would be published again",
         "deliveries: 0 would be published again",
         "letters: 0 would be published again",
+        "replays: 0 would be published again",
     ]
     (waits, *_) = user.run("worker", "backlog", "--json").json
     assert (waits["source"], waits["count"], waits["failing"]) == ("events", 1, 1)
     user.environment.update(LOGNAME="ceo", USER="ceo", LNAME="ceo", USERNAME="ceo")
     done = user.run(*since, "--stream", "DEMO_EVENTS", "--reason", "an older copy", "--yes", "--json")
-    assert done.json == [{"source": s, "messages": n} for s, n in (("events", 1), ("deliveries", 0), ("letters", 0))]
+    counts = {"events": 1, "deliveries": 0, "letters": 0, "replays": 0}
+    assert done.json == [{"source": source, "messages": count} for source, count in counts.items()]
     (logged,) = user.run("log", "--json").json
     assert (logged["actor"], logged["verb"], logged["noun"]) == ("administrator", "redrive", "source")
     assert logged["reason"] == "an older copy"
     assert logged["key"] == "published into DEMO_EVENTS since 2000-01-01T00:00:00+00:00"
-    assert logged["outcome"] == "published again: events 1, deliveries 0, letters 0"
+    assert logged["outcome"] == "published again: events 1, deliveries 0, letters 0, replays 0"
     (waits, *_) = user.run("worker", "backlog", "--json").json
     assert waits["count"] == 2
 

@@ -396,6 +396,7 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
                 "events: 50 would be published again",
                 "deliveries: 100 would be published again",
                 "letters: 0 would be published again",
+                "replays: 0 would be published again",
             ]
             assert await cli("worker", "redrive", "--since", "1h", "--dry-run", **reach) == said
             why = ("--reason", "a test", "--yes")
@@ -405,7 +406,7 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
             backlog = [json.loads(line) for line in (await cli("worker", "backlog", "--json", **reach)).splitlines()]
         assert backlog == [
             {"source": source, "count": 0, "oldest_at": None, "failing": 0}
-            for source in ("events", "deliveries", "letters")
+            for source in ("events", "deliveries", "letters", "replays")
         ]
         await client.close()
 
@@ -462,7 +463,7 @@ async def test_it_tells_the_service_manager_that_it_is_ready_what_waits_that_it_
             process.terminate()
             stopping = await loop.sock_recv(manager, 4096)
             assert await asyncio.to_thread(process.wait, 30) == 0
-    assert heard == {b"READY=1", b"STATUS=waiting: events 0, deliveries 0, letters 0", b"WATCHDOG=1"}
+    assert heard == {b"READY=1", b"STATUS=waiting: events 0, deliveries 0, letters 0, replays 0", b"WATCHDOG=1"}
     assert stopping == b"STOPPING=1"
 
 

@@ -7,11 +7,13 @@ agents, of daemons and of other programs) are read from the stream, and get a ro
 A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was
 interrupted and repeated is still one message. It names the consumer that buried it, and every other consumer skips it,
 so that consumer has to exist, and to filter for the subject. The letter's row is locked meanwhile, so that two
-operators cannot replay it at once.
+operators cannot replay it at once. Where the stream loses it, it is published again from a row of its own
+(publication/replays.sql).
 
 Letters are settled in batches: their rows are locked, their messages published pipelined, and those that a stream has
 acknowledged settled, in one transaction. A process that is killed in between has settled none of them; the next replay
-sends them again under the same ids.
+sends them again under the same ids. That transaction begins its publish before it looks at the streams, so that a
+comparison with one that was created again meanwhile has what went into the old one.
 """
 
 import asyncio
@@ -53,6 +55,8 @@ from postroom.delivery.dead_letters import (
 )
 from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
+from postroom.delivery.publication import Outgoing, Place, identifying
+from postroom.delivery.publication.postgres import begin_publish, keep_replays
 from postroom.delivery.streams import all_streams, covers, filters_of
 from postroom.delivery.subjects import dead_letter_subject, is_literal, mesh_named_by, stream_name
 from postroom.errors import PostroomError
@@ -149,7 +153,8 @@ class LetterOperations:
         self._context = context
         self._actor = actor
         self._log = log
-        self._there: dict[tuple[str, str], bool] = {}  # whether consumers take subjects, as it was found
+        # Of consumers and subjects, when the stream was created in which one takes the other; None where it does not.
+        self._created: dict[tuple[str, str], datetime | None] = {}
 
     async def are_known(self) -> bool:
         """Return whether the record has ever had a letter of the context, or NATS has a stream for its messages."""
@@ -319,17 +324,20 @@ class LetterOperations:
 
     async def replay(self, letters: Mapping[str, DeadLetter | None]) -> dict[str, Outcome]:
         """Send the messages of letters again, pipelined; return for each its new id, or why no stream has it."""
-        outcomes, ready = dict[str, Outcome](), dict[str, DeadLetter]()
+        outcomes, ready = dict[str, Outcome](), dict[str, tuple[DeadLetter, datetime]]()
+        await begin_publish(self._connection)
         for id_, letter in letters.items():
             try:
                 ready[id_] = await self._check_replay(id_, letter)
             except PostroomError as error:
                 outcomes[id_] = error
-        sent = await asyncio.gather(*(self._publish(id_, letter) for id_, letter in ready.items()))
-        return outcomes | dict(zip(ready, sent, strict=True))
+        sent = await asyncio.gather(*(self._publish(id_, *checked) for id_, checked in ready.items()))
+        await keep_replays(self._connection, self._context, [one for one in sent if not isinstance(one, PostroomError)])
+        new_ids = [one if isinstance(one, PostroomError) else str(one[0].key) for one in sent]
+        return outcomes | dict(zip(ready, new_ids, strict=True))
 
-    async def _check_replay(self, id_: str, letter: DeadLetter | None) -> DeadLetter:
-        """Return a letter that can be replayed; raise why it cannot."""
+    async def _check_replay(self, id_: str, letter: DeadLetter | None) -> tuple[DeadLetter, datetime]:
+        """Return a letter that can be replayed, and when the stream was created that takes it; raise why it cannot."""
         if letter is None or not letter.has_payload:
             raise errors.no_payload(id_)
         if self._js is None:
@@ -339,33 +347,38 @@ class LetterOperations:
         if foreign or not is_literal(letter.original_subject):
             raise errors.not_of_mesh(id_, letter.original_subject, self._context)
         wanted = letter.consumer, letter.original_subject
-        if wanted not in self._there:
+        if wanted not in self._created:
             try:
                 stream, filters = await self._js.find_stream_name_by_subject(letter.original_subject), [">"]
                 if letter.consumer:  # without one it is another program's, for all consumers
                     filters = filters_of((await self._js.consumer_info(stream, letter.consumer)).config)
+                created = (await self._js.stream_info(stream)).created
             except (NotFoundError, ValueError):  # no consumer may have a name that nats-py refuses
-                self._there[wanted] = False
+                self._created[wanted] = None
             except errors.NATS_ERRORS as error:
                 raise errors.from_nats(error, f"replaying the dead letter {id_}") from error
             else:
-                self._there[wanted] = any(covers(pattern, letter.original_subject) for pattern in filters)
-        if not self._there[wanted]:
+                takes = any(covers(pattern, letter.original_subject) for pattern in filters)
+                self._created[wanted] = created if takes else None
+        if (stream_created_at := self._created[wanted]) is None:
             raise errors.consumer_gone(id_, letter.consumer, letter.original_subject)
-        return letter
+        return letter, stream_created_at
 
-    async def _publish(self, id_: str, letter: DeadLetter) -> str | PostroomError:
+    async def _publish(
+        self, id_: str, letter: DeadLetter, stream_created_at: datetime
+    ) -> tuple[Outgoing, Place] | PostroomError:
         assert self._js is not None  # noqa: S101 - that was checked
         new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
         kept = [name for name in letter.headers if _SENDABLE.fullmatch(name) and name not in ours]
         first_id = letter.headers.get(REPLAY_OF) or letter.message_id
-        said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+        said = {REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
         headers = {name: letter.headers[name] for name in kept} | {name: text for name, text in said.items() if text}
+        message = Outgoing(new_id, new_id, 1, 0, letter.original_subject, letter.data(), headers)
         try:
-            await self._js.publish(letter.original_subject, letter.data(), headers=headers)
+            ack = await self._js.publish(message.subject, message.body, headers=headers | identifying(new_id, 0))
         except errors.NATS_ERRORS as error:
             return errors.from_nats(error, f"replaying the dead letter {id_}")
-        return new_id
+        return message, Place(ack.stream, stream_created_at, ack.seq, duplicate=bool(ack.duplicate))
 
     async def _find_named(self, ids: frozenset[str], *, payloads: bool) -> list[StoredLetter] | None:
         """Return the letters that are named by their places, in the record or in the stream; None where some are not.

@@ -347,7 +347,8 @@ CREATE TABLE postroom.dropped_deliveries (
 );
 
 -- What nobody could handle, whole. A letter is here before its message is acknowledged, and stays until an operator has
--- replayed or dropped it; from then on its row says who did that, and why, and its payload is gone. The columns from
+-- replayed or dropped it; from then on its row says who did that, and why, and its payload is gone: of a replay it is in
+-- postroom.replays. The columns from
 -- `published_at` on say where its stream has it, as those of postroom.outbox_events do.
 CREATE TABLE postroom.dead_letters (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -387,6 +388,36 @@ CREATE INDEX dead_letters_message ON postroom.dead_letters (context, postroom.me
 CREATE INDEX dead_letters_unpublished ON postroom.dead_letters (id) WHERE published_at IS NULL AND settled_at IS NULL;
 CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) WHERE settled_at IS NULL;
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)
+  WHERE published_at IS NOT NULL;
+
+-- The messages of dead letters that were replayed: nothing else has them from then on, and a stream may lose them before they
+-- are handled. Another program's letters may be of one message, whose replays are one message too.
+CREATE TABLE postroom.replays (
+  id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  context text COLLATE "C" NOT NULL,  -- of the letter
+  message_id text COLLATE "C" NOT NULL,
+  subject text COLLATE "C" NOT NULL,
+  headers bytea NOT NULL,  -- JSON, without the message's id; bytes, as a letter is
+  payload bytea NOT NULL,
+  replayed_at timestamptz NOT NULL DEFAULT now(),
+
+  published_at timestamptz,
+  publish_attempts integer NOT NULL DEFAULT 0 CHECK (publish_attempts >= 0),
+  publish_error text,
+  next_attempt_at timestamptz NOT NULL DEFAULT now(),
+  stream text COLLATE "C",
+  stream_created_at timestamptz,
+  stream_sequence bigint,
+  epoch integer NOT NULL DEFAULT 0 CHECK (epoch >= 0),
+
+  UNIQUE (context, message_id),
+  CONSTRAINT a_place_in_a_stream_is_whole CHECK (
+    num_nonnulls(stream, stream_created_at, stream_sequence) = CASE WHEN published_at IS NULL THEN 0 ELSE 3 END
+  )
+);
+CREATE INDEX replays_unpublished ON postroom.replays (id) WHERE published_at IS NULL;
+CREATE INDEX replays_published ON postroom.replays USING brin (published_at) WITH (autosummarize = on);
+CREATE UNIQUE INDEX replays_place ON postroom.replays (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 
 -- What each daemon, broker and worker last reported, for operators who ask how an installation is; nothing else depends on

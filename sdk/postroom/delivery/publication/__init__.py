@@ -1,8 +1,8 @@
 """Publishing: rows of a database go into JetStream, once and in order, and again where a stream loses them.
 
 This is its interface: rows that must reach a stream, in any database. Publisher and record know a `Source` and nothing
-behind it. It has two forms: a table of Postgres (postgres.py: events, deliveries, dead letters), and an agent's SQLite
-store (agents/outgoing.py: what it emitted, and its dead letters).
+behind it. It has two forms: a table of Postgres (postgres.py: events, deliveries, dead letters, replays), and an
+agent's SQLite store (agents/outgoing.py: what it emitted, and its dead letters).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The Postgres form of a source: events, deliveries and dead letters are rows of the same kind.
+"""The Postgres form of a source: events, deliveries, dead letters and their replays are rows of the same kind.
 
 The queries of all tables are written once (rows.sql), in words that each table's own file defines; each table has a
 function that makes a message of a row. A claim is one transaction: killed before its end, it leaves its rows
@@ -107,6 +107,12 @@ def _letter(row: asyncpg.Record) -> Outgoing:
     return outgoing._replace(shorter=_encode(letter.shortened()))
 
 
+def _replay(row: asyncpg.Record) -> Outgoing:
+    headers = msgspec.json.decode(row["headers"], type=dict[str, str])
+    headers |= identifying(row["message_id"], row["epoch"])
+    return _outgoing(row, str(row["aggregate"]), row["payload"], headers)
+
+
 def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str]) -> Outgoing:
     return Outgoing(key, row["aggregate"], row["place"], row["publish_attempts"], row["subject"], body, headers)
 
@@ -114,7 +120,8 @@ def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str
 EVENTS: Final = Table("events", _queries("events.sql"), "", _event)
 DELIVERIES: Final = Table("deliveries", _queries("deliveries.sql"), 0, _delivery)
 LETTERS: Final = Table("letters", _queries("letters.sql"), 0, _letter)
-TABLES: Final = (EVENTS, DELIVERIES, LETTERS)
+REPLAYS: Final = Table("replays", _queries("replays.sql"), 0, _replay)
+TABLES: Final = (EVENTS, DELIVERIES, LETTERS, REPLAYS)
 
 
 class PostgresClaim:
@@ -132,12 +139,7 @@ class PostgresClaim:
         self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing], failed: Sequence[Failed]
     ) -> bool:
         """Note what became of each; see `Claim`."""
-        unsure = []
-        if placed:
-            streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
-            places = list(streams), list(created), list(sequences)
-            keys = [str(one.key) for one, _ in placed]
-            unsure = await self._fetch("mark_published", keys, *places, self._source.horizon)
+        shared = await _mark_published(self._connection, self._source.table, placed, self._source.horizon)
         if gone:
             unsettled = await self._fetch("find_unsettled", [str(one.key) for one in gone])
             await self._fetch("requeue", [row[0] for row in unsettled])
@@ -145,10 +147,36 @@ class PostgresClaim:
             messages, errors, seconds = zip(*failed, strict=True)
             refusals = [None if isinstance(error, Unanswered) else error for error in errors]
             await self._fetch("mark_failed", [str(one.key) for one in messages], refusals, list(seconds))
-        return bool(unsure)
+        return shared
 
     async def _fetch(self, query: str, *values: Any) -> list[asyncpg.Record]:
         return await self._connection.fetch(self._source.table.queries[query], *values)
+
+
+async def _mark_published(
+    connection: Connection, table: Table, placed: Sequence[tuple[Outgoing, Place]], horizon: timedelta
+) -> bool:
+    """Note where messages are; return whether any got a number that another one has."""
+    if not placed:
+        return False
+    streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
+    values = [str(one.key) for one, _ in placed], list(streams), list(created), list(sequences), horizon
+    return bool(await connection.fetch(table.queries["mark_published"], *values))
+
+
+async def begin_publish(connection: Connection) -> None:
+    """Announce that this transaction publishes messages and notes their places: who compares streams waits for it."""
+    await connection.execute(QUERIES["begin_publish"])
+
+
+async def keep_replays(connection: Connection, context: str, sent: Sequence[tuple[Outgoing, Place]]) -> None:
+    """Keep the messages of dead letters that were sent again, by their ids, with their places, as published."""
+    by_id = {str(message.key): (message, place) for message, place in sent}
+    columns = [(message.subject, _encode(message.headers), message.body) for message, _ in by_id.values()]
+    values = (list(column) for column in zip(*columns, strict=True)) if columns else ([], [], [])
+    rows = await connection.fetch(REPLAYS.queries["keep"], context, list(by_id), *values)
+    placed = [(by_id[row["message_id"]][0]._replace(key=row["key"]), by_id[row["message_id"]][1]) for row in rows]
+    await _mark_published(connection, REPLAYS, placed, RecordSettings().horizon)
 
 
 class PostgresSource:

@@ -7,6 +7,10 @@ SET LOCAL lock_timeout = '500ms';
 -- this transaction.
 SELECT pg_advisory_xact_lock(1, 0);
 
+-- name: begin_publish
+-- Begins a publish in this transaction, for which `await_marks` waits; claims do the same (rows.sql).
+SELECT pg_advisory_xact_lock_shared(1, 0);
+
 -- name: raise_floors
 -- Notes what was acknowledged of the work queue $1, created at $2: subjects $3, the same as expressions $4, floors $5.
 INSERT INTO postroom.work_queue_floors AS known (stream, stream_created_at, filter, pattern, floor)

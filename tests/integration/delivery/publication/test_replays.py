@@ -17,7 +17,7 @@ from support.zygote import Piped
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
-from postroom.delivery.publication.postgres import LETTERS
+from postroom.delivery.publication.postgres import LETTERS, REPLAYS
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
 
@@ -84,7 +84,7 @@ async def notes(office: Any) -> list[str | None]:
         return sorted(str(note.message_id) for note in await operations(office, connection).notes())
 
 
-@pytest.mark.parametrize("statement", [*range(4, 13), 99])  # from the end of the first transaction to the third
+@pytest.mark.parametrize("statement", [*range(6, 19), 99])  # from the end of the first transaction to the third
 async def test_an_operator_that_is_killed_loses_none_and_doubles_none(
     office: Any, dead: list[str], nats_url: str, database_url: str, statement: int
 ) -> None:
@@ -101,6 +101,64 @@ async def test_an_operator_that_is_killed_loses_none_and_doubles_none(
     assert not any(isinstance(outcome, PostroomError) for outcome in outcomes)
     assert sorted(await office.ids()) == sorted(f"{id_}~billing.1" for id_ in dead)
     assert (await notes(office), await find(office)) == (sorted(dead), [])
+
+
+async def test_replays_that_a_stream_lost_are_published_again_but_for_those_that_are_handled(
+    office: Any, dead: list[str]
+) -> None:
+    record, publisher = office.record(REPLAYS), office.publisher(table=REPLAYS)
+    await keep(office, "m-last", payload='{"n": 1}', headers={"X-Said": "so"})
+    await settle(office, await find(office))
+    assert await office.compare(record) == 0
+    await handle(office, "m-7~billing.1")
+
+    await office.js.purge_stream(office.stream)
+    assert await office.compare(record) == len(dead)
+    while await publisher.step():
+        pass
+    lost = {"m-last", *dead} - {"m-7"}
+    assert sorted(await office.ids()) == sorted(f"{id_}~billing.1/1" for id_ in lost)
+    *_, last = [message for message in await office.messages() if message.headers["Postroom-Replay-Of"] == "m-last"]
+    said = {"X-Said": "so", "Postroom-Replay-Of": "m-last", "Postroom-Replayed-For": "billing", "Postroom-Epoch": "1"}
+    assert last.data == b'{"n": 1}'
+    assert {name: text for name, text in last.headers.items() if not name.startswith("Nats-")} == said
+
+    await office.js.delete_stream(office.stream)
+    await office.add_stream()
+    assert await office.compare(record) == len(dead)
+    await publisher.stop()
+
+
+async def test_what_was_replayed_is_kept_as_long_as_published_events(office: Any, dead: list[str]) -> None:
+    await settle(office, await find(office))
+    source = office.source(REPLAYS)
+    await office.pool.execute("UPDATE postroom.replays SET published_at = now() - interval '31 days' WHERE id % 2 = 0")
+    await source.prune()
+    assert await office.pool.fetchval("SELECT count(*) FROM postroom.replays") == len(dead) / 2
+
+
+async def test_a_replay_whose_number_another_one_has_is_published_again(office: Any, dead: list[str]) -> None:
+    """The server lost its newest messages, and gave their numbers to others before anybody compared."""
+    await settle(office, (await find(office))[:60])
+    created = (await office.js.stream_info(office.stream)).created
+    await office.pool.execute("UPDATE postroom.replays SET stream_sequence = stream_sequence + 60")
+    await settle(office, await find(office))
+    publisher = office.publisher(table=REPLAYS)
+    while await publisher.step():
+        pass
+    await publisher.stop()
+    places = await office.pool.fetch("SELECT stream, stream_created_at, stream_sequence, epoch FROM postroom.replays")
+    assert {(row["stream"], row["stream_created_at"], row["epoch"]) for row in places} == {(office.stream, created, 1)}
+    assert len({row["stream_sequence"] for row in places}) == len(dead)
+
+
+async def handle(office: Any, message_id: str) -> None:
+    """Note a message as a consumer does that has handled it."""
+    query = (
+        "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, attempts, processed_at)"
+        " VALUES ('billing', $1, $2, $1 || '.event.order_placed.v1', 1, now())"
+    )
+    await office.pool.execute(query, office.context, message_id)
 
 
 async def test_a_letter_that_cannot_be_replayed_keeps_no_other_and_stays_as_it_is(office: Any, dead: list[str]) -> None:
