@@ -31,6 +31,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 import structlog
 import ulid
+from aiohttp import web_app
 
 from broker.accept import AcceptService
 from broker.app import Services
@@ -56,7 +57,7 @@ from outbox import Caller, Outbox
 from postroom._wire.accept import DedupeFeature, Features
 from postroom._wire.ids import now_ms
 from postroom._wire.message import SendRequest, prepare
-from postroom.chassis import sqlite, store
+from postroom.chassis import collect_rarely, sqlite, store
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.settings import NatsSettings, networks_of
 from postroom.delivery.subjects import inbox_subject
@@ -460,6 +461,7 @@ def simulate(seed: int, directory: Path) -> Seen:
 
 
 def main(first: int, count: int, safeguard: str = "") -> None:
+    collect_rarely()
     logging.disable()
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     store.Connection = Inline  # type: ignore[assignment,misc]
@@ -471,6 +473,7 @@ def main(first: int, count: int, safeguard: str = "") -> None:
     for seed in range(first, first + count):
         with tempfile.TemporaryDirectory(prefix="postroom-simulation-") as directory:
             seen = simulate(seed, Path(directory))
+        web_app._cached_build_middleware.cache_clear()  # it would keep whole courses, with their files
         sys.stdout.buffer.write(msgspec.json.encode(seen) + b"\n")
         sys.stdout.flush()
 

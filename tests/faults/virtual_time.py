@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 
@@ -270,6 +271,19 @@ class Ghost(asyncio.Protocol):
     """Who sent a request a second time, and has no use for the answer."""
 
 
+@dataclass(eq=False)
+class Server:
+    """What an event loop has for a listener, as far as it is used."""
+
+    sockets: list[Any]
+    close: Callable[[], None]
+
+    def is_serving(self) -> bool:
+        return True
+
+    async def wait_closed(self) -> None: ...
+
+
 class Network:
     """Carries what is written, in the order of each connection; while `rough` it refuses, stalls, cuts and doubles."""
 
@@ -292,10 +306,7 @@ class Network:
             if self._listeners.get(place) is entry:
                 del self._listeners[place]
 
-        async def wait_closed() -> None: ...
-
-        sock = SimpleNamespace(getsockname=lambda: place)
-        return SimpleNamespace(sockets=[sock], close=close, wait_closed=wait_closed, is_serving=lambda: True)
+        return Server([SimpleNamespace(getsockname=lambda: place)], close)
 
     async def connect(self, factory: Any, place: tuple[Any, Any]) -> tuple[End, Any]:
         await asyncio.sleep(self.soon() - self.loop.time())

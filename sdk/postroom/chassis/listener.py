@@ -27,6 +27,7 @@ from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
+from weakref import WeakSet
 
 import structlog
 from aiohttp import web
@@ -512,13 +513,13 @@ async def running(
         yield runner
 
 
-_sites: Final[list[web.TCPSite]] = []  # of this process
+_servers: Final = WeakSet[Any]()  # of this process: what an event loop calls a server, with its sockets
 
 
 def _leave_to_parent() -> None:
     """Give up the ports in a forked child: one that outlives its killed parent would keep them from the next one."""
-    for site in _sites:
-        for sock in getattr(site._server, "sockets", ()):  # noqa: SLF001 - aiohttp has no other way to them
+    for server in _servers:
+        for sock in server.sockets:
             give_up(sock.fileno())
 
 
@@ -533,7 +534,7 @@ async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLCo
     except OSError as error:
         detail = f"cannot listen on {host}:{port}: {error.strerror}; configure another address"
         raise Fatal(Exit.UNAVAILABLE, detail) from error
-    _sites.append(site)
+    _servers.add(site._server)  # noqa: SLF001 - aiohttp has no other way to the sockets
     bound, number = runner.addresses[0][:2]
     return f"{'http' if tls is None else 'https'}://{f'[{bound}]' if ':' in bound else bound}:{number}"
 
