@@ -137,9 +137,16 @@ class FeatureCheck:
         self._settings = settings
         self._mesh = mesh
         self._kept = KeptFeatures(state_directory)
+        kept = self._kept.load()
+        if mesh is not None and kept is not None and kept.mesh != mesh:
+            raise Fatal(
+                Exit.CONFIG,
+                f"{state_directory} holds the outbox of the mesh {kept.mesh!r}, but this daemon serves {mesh!r}: "
+                "give each mesh a state_directory of its own",
+            )
         self._identity: int | None = None  # of the link, when the check was last passed
         self._asked_at = -math.inf
-        self.features: Features | None = self._kept.load()
+        self.features: Features | None = kept
         self.max_age_hours = assumed_max_age_hours(self.features, settings.max_age_hours)
 
     @property

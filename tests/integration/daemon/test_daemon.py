@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from broker_client.features import DEFAULT_DEDUPE, KeptFeatures
+from postroom._wire.accept import Features
+
 
 def test_it_accepts_while_the_broker_is_away_and_stops_in_order(daemon: Any) -> None:
     daemon.start().ready()
@@ -267,6 +270,15 @@ def test_a_token_of_the_broker_that_others_can_read_is_refused(daemon: Any) -> N
     assert daemon.start().ended() == 78
     assert f"broker.token_file {token}" in daemon.said()
     assert "chmod 600" in daemon.said()
+
+
+def test_the_outbox_of_another_mesh_is_refused(daemon: Any) -> None:
+    """Its rows would be sent into the wrong one."""
+    seen = Features(mesh="other", member="ann", max_batch=500, client_message_id_dedupe=DEFAULT_DEDUPE)
+    daemon.state.mkdir(mode=0o700)
+    KeptFeatures(daemon.state).save(seen)
+    assert daemon.start().ended() == 78
+    assert f"{daemon.state} holds the outbox of the mesh 'other'" in daemon.said()
 
 
 def test_without_a_home_or_a_runtime_directory_the_config_has_to_say(daemon: Any) -> None:
