@@ -172,10 +172,14 @@ async def begin_publish(connection: Connection) -> None:
 async def keep_replays(connection: Connection, context: str, sent: Sequence[tuple[Outgoing, Place]]) -> None:
     """Keep the messages of dead letters that were sent again, by their ids, with their places, as published."""
     by_id = {str(message.key): (message, place) for message, place in sent}
-    columns = [(message.subject, _encode(message.headers), message.body) for message, _ in by_id.values()]
-    values = (list(column) for column in zip(*columns, strict=True)) if columns else ([], [], [])
-    rows = await connection.fetch(REPLAYS.queries["keep"], context, list(by_id), *values)
-    placed = [(by_id[row["message_id"]][0]._replace(key=row["key"]), by_id[row["message_id"]][1]) for row in rows]
+    if not by_id:
+        return
+    columns = ((message.subject, _encode(message.headers), message.body) for message, _ in by_id.values())
+    values = map(list, zip(*columns, strict=True))
+    placed = []
+    for row in await connection.fetch(REPLAYS.queries["keep"], context, list(by_id), *values):
+        message, place = by_id[row["message_id"]]
+        placed.append((message._replace(key=row["key"]), place))
     await _mark_published(connection, REPLAYS, placed, RecordSettings().horizon)
 
 
