@@ -66,8 +66,8 @@ def file_gone(path: Path) -> Fatal:
     """Refuse to start empty where only the log is left, which SQLite would delete."""
     return Fatal(
         Exit.CONFIG,
-        f"there is no {path}, but its log {path.name}-wal lies there: put the file back, or a backup in its place with "
-        "`postroom outbox restore`, which sets the log aside",
+        f"there is no {path}, or it is empty, but its log {path.name}-wal lies there: put the file back, or a backup "
+        "in its place with `postroom outbox restore`, or save the rows of the log with `postroom outbox recover`",
     )
 
 

@@ -60,8 +60,11 @@ class Schema(NamedTuple):
         """The number of the last step."""
         return max(self.steps)
 
-    def version_of(self, db: sqlite3.Connection, path: Path) -> int:
-        """Return the file's version, 0 for a new one; raises `Fatal` (78) where it is another program's, or too new."""
+    def version_of(self, db: sqlite3.Connection, path: Path, *, may_be_new: bool = True) -> int:
+        """Return the file's version, 0 for a new one; raises `Fatal` (78) where it is another program's, or too new.
+
+        `Damaged` for one without a version that cannot be new.
+        """
         ((version,), (application,)) = (
             db.execute(QUERIES[name]).fetchone() for name in ("user_version", "application_id")
         )
@@ -70,6 +73,8 @@ class Schema(NamedTuple):
         if version > self.version and not runs_on(version, self.version):
             known = f"{path} has schema version {version}, this program supports up to {self.version + 1}"
             raise Fatal(Exit.CONFIG, f"{known}: install the newer program again")
+        if not version and not may_be_new:
+            raise Damaged("it is empty, though it was in use")
         return int(version)
 
     def migrate(self, db: sqlite3.Connection, path: Path) -> None:
@@ -87,22 +92,26 @@ class Schema(NamedTuple):
                         statement = ""
 
 
-def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False) -> sqlite3.Connection:
+def open_writer(
+    path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False, was_opened: bool = False
+) -> sqlite3.Connection:
     """Open the connection that writes to a file, and bring the file to its schema; a new one gets mode 0600.
 
-    Its log is always checked, and with `check` all of it. A file that is refused stays as it is.
+    Its log is always checked, and with `check` all of it. One that `was_opened` before and has no schema was emptied,
+    or its log was removed, which had all of it. A file that is refused stays as it is.
 
     Raises `Damaged`, `Fatal` (78) as `Schema` does, `sqlite3.Error`, and `OSError`, also for a link in its place.
     """
     for part in PARTS:
         refuse_link(Path(f"{path}{part}"))
+    may_be_new = not was_opened or not path.exists()
     create_private(path)
     if damage := check_log(path):
         raise Damaged(damage)
     try:
         db = _connect(path, "rw")
         try:
-            schema.version_of(db, path)
+            schema.version_of(db, path, may_be_new=may_be_new)
             _set_up(db, pragmas or QUERIES["write_pragmas"])
             if check:
                 quick_check(db)

@@ -64,7 +64,8 @@ _GROUP: Final = 1000  # operations of a transaction
 _COPIED_AT_ONCE: Final = 64  # pages of a copy: some 0.3 ms for which everybody waits
 _COMMIT_BYTES: Final = 4 * 4096  # that a small transaction adds to the log, about
 _STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the store counts as stuck
-_PID_WIDTH: Final = 20  # characters: always the same, so that one write replaces another
+_STATE_WIDTH: Final = 20  # characters of a lock file: always the same, so that one write replaces another
+_CLOSED: Final = "closed"
 _ADVICE: Final = {
     Exit.UNAVAILABLE: "which other program has it open",
     Exit.TRY_AGAIN: "the space on its disk",
@@ -78,8 +79,9 @@ class OwnedFile:
     """A locked `<directory>/<name>.db`; `unclean` says that its last owner did not stop in order.
 
     The process that owns the file holds `<name>.lock`, next to it, with flock(2); that has the process's id in it until
-    a clean stop empties it. A lock file with an id that no process holds means that the last owner was killed. Where
-    there was none, the file has had no owner (`is_first`).
+    a clean stop writes `closed` over it. A lock file with an id that no process holds means that the last owner was
+    killed. Either is written once the file has its schema (`was_opened`), so one without any has lost it. Where there
+    was no lock file, the file has had no owner (`is_first`).
     """
 
     def __init__(self, directory: Path, name: str, *, may_be_anothers: bool = False) -> None:
@@ -106,7 +108,8 @@ class OwnedFile:
             os.close(self._lock)
             detail = f"the state directory {directory} is in use by process {owner}: stop it first"
             raise Fatal(Exit.UNAVAILABLE, detail) from error
-        self.unclean = bool(self._read())
+        self.was_opened = bool(self._read())
+        self.unclean = self._read() not in ("", _CLOSED)
 
     @property
     def damaged(self) -> Path | None:
@@ -117,8 +120,9 @@ class OwnedFile:
 
     @property
     def log_alone(self) -> bool:
-        """Whether only the log is there, which SQLite would delete."""
-        return not self.path.exists() and Path(f"{self.path}-wal").exists()
+        """Whether only the log is there, or an empty file beside it: SQLite would delete it."""
+        log = Path(f"{self.path}-wal")
+        return log.exists() and (not self.path.exists() or (log.stat().st_size > 0 and not self.path.stat().st_size))
 
     def clear(self, now: int) -> Path | None:
         """Set aside what there is of the file; returns where the file is then, None where there was none.
@@ -136,8 +140,7 @@ class OwnedFile:
 
     def begin(self) -> None:
         """Note on disk which process has the file, and that it is open."""
-        os.pwrite(self._lock, f"{os.getpid():<{_PID_WIDTH}}".encode(), 0)
-        os.fsync(self._lock)
+        self._write(str(os.getpid()))
 
     def end(self, *, clean: bool) -> None:
         """Unlock; a `clean` end says that the file needs no check. A second call does nothing."""
@@ -146,12 +149,15 @@ class OwnedFile:
         self._ended = True
         if clean:
             with contextlib.suppress(OSError):  # then the next start checks the file
-                os.ftruncate(self._lock, 0)
-                os.fsync(self._lock)
+                self._write(_CLOSED)
         os.close(self._lock)
 
+    def _write(self, state: str) -> None:
+        os.pwrite(self._lock, f"{state:<{_STATE_WIDTH}}".encode(), 0)
+        os.fsync(self._lock)
+
     def _read(self) -> str:
-        return os.pread(self._lock, _PID_WIDTH, 0).decode("ascii", "replace").strip()
+        return os.pread(self._lock, _STATE_WIDTH, 0).decode("ascii", "replace").strip()
 
 
 def set_aside(database: Path, now: int) -> Path:
@@ -369,7 +375,8 @@ class Store:
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path
-        connect = partial(sqlite.open_writer, path, schema, check=owned is not None and owned.unclean)
+        unclean, was_opened = (False, False) if owned is None else (owned.unclean, owned.was_opened)
+        connect = partial(sqlite.open_writer, path, schema, check=unclean, was_opened=was_opened)
         async with contextlib.AsyncExitStack() as undo:
             if owned is not None:
                 undo.callback(owned.end, clean=False)

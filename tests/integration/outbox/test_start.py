@@ -67,6 +67,42 @@ async def test_a_damaged_file_is_refused_after_an_unclean_stop(
         assert str(database) in str(refusal.value)
 
 
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped in order", "killed"])
+async def test_a_file_that_was_emptied_is_refused_and_not_taken_for_a_new_one(
+    outbox: Outbox, database: Path, state: Path, open_outbox: OpenOutbox, *, stopped: bool
+) -> None:
+    await accepted(outbox, send())
+    await outbox.close()
+    if not stopped:
+        killed(state)
+    database.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(Fatal, match="postroom outbox recover") as refusal:
+            await open_outbox()
+        assert (refusal.value.exit_code, database.read_bytes()) == (Exit.CONFIG, b"")
+
+
+async def test_a_file_without_its_schema_is_refused_since_its_log_was_removed(
+    outbox: Outbox, database: Path, state: Path, open_outbox: OpenOutbox
+) -> None:
+    await accepted(outbox, send())
+    first = database.read_bytes()  # what is in the log is not in it yet
+    await outbox.close()
+    killed(state)
+    database.write_bytes(first)
+    with pytest.raises(Fatal, match="postroom outbox recover"):
+        await open_outbox()
+
+
+@pytest.mark.parametrize("left", ["outbox.lock", "outbox.db"], ids=["before it made the file", "before its schema"])
+async def test_a_first_start_that_was_killed_is_done_again(state: Path, open_outbox: OpenOutbox, left: str) -> None:
+    state.mkdir(mode=0o700)
+    for name in {"outbox.lock", left}:
+        (state / name).touch(mode=0o600)
+    async with await open_outbox() as outbox:
+        assert (await outbox.counts()).rows["pending"] == 0
+
+
 async def test_a_file_that_is_no_database_is_refused(outbox: Outbox, database: Path, open_outbox: OpenOutbox) -> None:
     await outbox.close()
     database.write_bytes(b"this is not an outbox" * 500)
