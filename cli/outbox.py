@@ -342,11 +342,11 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
         json_line(recovery._asdict())
     else:
         line(f"saved {counted(recovery.saved, 'row')} and {counted(recovery.log_lines, 'line')} of the operator log")
-        stay_used = f"the ids of {recovery.buried}"
+        stay_used = f"the ids of {recovery.buried} of them stay used"
         if recovery.missing is None:
-            line(f"missing: unknown, since the counters are damaged too; {stay_used} rows stay used")
+            line(f"missing: an unknown number of rows, since no counter of them can be trusted; {stay_used}")
         else:
-            line(f"missing: {counted(recovery.missing, 'row')}; {stay_used} of them stay used")
+            line(f"missing: {counted(recovery.missing, 'row')}; {stay_used}")
         line(f"missing: {counted(recovery.lost_log_lines, 'line')} of the operator log")
         if recovery.damaged_frames:
             damage = f"damaged: {counted(recovery.damaged_frames, 'page')} of the write-ahead log"

@@ -157,26 +157,33 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     """Save the rows of the outbox of `directory` into a new file, set the old one aside, and replace it.
 
     The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
-    was. After a kill between the two, the next call saves from what was set aside.
+    was. After a kill between the two, the next call saves from what was set aside: the new file's draft is still there.
+    Without a draft the outbox was lost later, and what was set aside before does not show what is missing.
 
     Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, or one that a later release has written,
     75 on a full disk, 74 on a failing one.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
-    saved, fresh = False, draft_of(file.path, "recovering")
+    drafts: tuple[Path, Path] = (draft_of(file.path, "recovering"), draft_of(file.path, "restoring"))
+    cut_short = not file.path.exists() and any(draft.exists() for draft in drafts)
+    saved, fresh = False, drafts[0]
     try:
         file.begin()
         now = clock()
         source = file.path
-        if not source.exists():  # after a kill: the file that was set aside has the rows, and its log may still be here
+        if file.log_alone and file.damaged is None:
+            ownership.create_private(source)  # where it is missing: the log has rows, and is set aside with it
+        is_older = not source.exists() and not cut_short
+        if not source.exists():  # the file that was set aside has the rows, and its log may still be here
             if file.damaged is None:
                 raise Fatal(
                     Exit.CONFIG, f"there is no outbox in {file.path.parent}: check state_directory in the config"
                 )
             source = file.damaged
             file.clear(now)
-        recovery = _salvage(source, fresh, now)
+        recovery = _salvage(source, fresh, now, is_older=is_older)
         if source == file.path:
+            cut_short = True
             recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
         ownership.sync(file.path.parent)
@@ -184,7 +191,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
     finally:
-        if not saved:  # it may be large, and the disk full
+        if not saved and not cut_short:  # it may be large, and the disk full
             with contextlib.suppress(OSError):
                 store.remove(fresh)
         file.end(clean=saved or not file.unclean)
@@ -205,8 +212,8 @@ def _refuse_later(pages: Pages, source: Path) -> None:
         )
 
 
-def _salvage(source: Path, fresh: Path, now: int) -> Recovery:
-    """Fill a new file next to the database, until it is whole and on disk."""
+def _salvage(source: Path, fresh: Path, now: int, *, is_older: bool) -> Recovery:
+    """Fill a new file next to the database, until it is whole and on disk; `is_older` than what was lost."""
     with contextlib.closing(Pages(source)) as pages:
         _refuse_later(pages, source)
         store.remove(fresh)  # of a recovery that was cut short
@@ -219,7 +226,7 @@ def _salvage(source: Path, fresh: Path, now: int) -> Recovery:
             new.executescript(_QUERIES["pragmas"])
             SCHEMA.migrate(new, fresh)
             new.execute(sqlite.QUERIES["begin"])
-            recovery = _Salvage(pages, new, now).run(source)
+            recovery = _Salvage(pages, new, now).run(source, is_older=is_older)
             new.execute(sqlite.QUERIES["commit"])
             new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
     ownership.sync(fresh)
@@ -242,7 +249,7 @@ class _Salvage:
         self._without_message: dict[int, _Live] = {}  # rows that wait, by number
         self._room = self._payload_bytes = self._moved = 0  # of the rows that were found
 
-    def run(self, source: Path) -> Recovery:
+    def run(self, source: Path, *, is_older: bool) -> Recovery:
         """Save everything, and count it."""
         (keeps_payloads,) = self._new.execute(_QUERIES["trigger"], ("outbox_keeps_payloads",)).fetchone()
         self._new.execute(_QUERIES["drop_trigger"])
@@ -258,7 +265,7 @@ class _Salvage:
                 msgspec.json.decode(payload, type=Envelope)
                 self._new.execute(_QUERIES["keep_payload"], (seq, payload))
         saved = self._moved + self._keep_rows()
-        missing = self._missing(saved)
+        missing = None if is_older else self._missing(saved)
         buried = self._bury()
         self._new.execute(_QUERIES["drop_payloads_without_row"])
         self._new.execute(keeps_payloads)

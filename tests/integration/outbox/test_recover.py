@@ -263,6 +263,41 @@ async def test_rows_that_only_the_write_ahead_log_holds_are_saved(state: Path, d
     assert counted(database)["pending"] == 302
 
 
+@pytest.mark.usefixtures("with_a_log")
+@pytest.mark.parametrize("left", [None, b""], ids=["without the file", "beside an empty file"])
+async def test_a_log_alone_is_not_deleted_by_a_start_and_its_rows_are_saved(
+    state: Path, database: Path, open_outbox: OpenOutbox, left: bytes | None
+) -> None:
+    log = Path(f"{database}-wal").read_bytes()
+    database.unlink() if left is None else database.write_bytes(left)
+    with pytest.raises(Fatal, match="postroom outbox recover") as refusal:
+        await open_outbox()
+    assert (refusal.value.exit_code, Path(f"{database}-wal").read_bytes()) == (Exit.CONFIG, log)
+    recovery = recover(state)
+    assert recovery.saved > 0
+    assert (recovery.missing or 0) + recovery.saved == 305
+    assert Path(f"{recovery.damaged}-wal").read_bytes() == log
+    async with await open_outbox(accept_lost_ids=True) as outbox:
+        assert await outbox.row("in-the-log")
+
+
+@pytest.mark.usefixtures("filled")
+async def test_what_an_earlier_recovery_set_aside_does_not_show_what_an_outbox_lost_since(
+    state: Path, database: Path, open_outbox: OpenOutbox
+) -> None:
+    recover(state)
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("later"))
+    database.unlink()
+    for _ in range(2):
+        with pytest.raises(Fatal, match="postroom outbox recover"):
+            await open_outbox()
+    recovery = recover(state)
+    assert (recovery.saved, recovery.missing, recovery.whole) == (304, None, False)
+    with pytest.raises(Fatal, match="--accept-lost-ids"):
+        await open_outbox()
+
+
 @pytest.mark.usefixtures("filled")
 async def test_a_recovery_that_fails_leaves_the_outbox_where_it_was(
     state: Path, database: Path, monkeypatch: pytest.MonkeyPatch
