@@ -136,7 +136,7 @@ _CommonRow = tuple[int, str, _Priority, _Owner, str]
 _CommonKey = tuple[str, _Priority, _Owner, str, _Number]
 _Payload = tuple[int, bytes]
 _LogLine = tuple[int, _Time, str, str, str, str | None, str | None]
-_Recovered = tuple[int, _Number, _Number | None, _Number, _Time | None, str | None]
+_Recovered = tuple[_Time, _Number, _Number | None, _Number, _Time | None, str | None]
 _Tally = tuple[int, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number]  # the counters
 _Control = tuple[str, Literal[0, 1], float | None]
 _Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
@@ -161,7 +161,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     Without a draft the outbox was lost later, and what was set aside before does not show what is missing.
 
     Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, or one that a later release has written,
-    75 on a full disk, 74 on a failing one.
+    or a link in its place, 75 on a full disk, 74 on a failing one.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     drafts: tuple[Path, Path] = (draft_of(file.path, "recovering"), draft_of(file.path, "restoring"))
@@ -214,6 +214,12 @@ def _refuse_later(pages: Pages, source: Path) -> None:
 
 def _salvage(source: Path, fresh: Path, now: int, *, is_older: bool) -> Recovery:
     """Fill a new file next to the database, until it is whole and on disk; `is_older` than what was lost."""
+    try:
+        for part in sqlite.PARTS:
+            ownership.refuse_link(Path(f"{source}{part}"))
+    except OSError as error:
+        why = ownership.why_refused(error, "check the state directory")
+        raise Fatal(Exit.CONFIG, f"cannot recover {source}: {why}") from error
     with contextlib.closing(Pages(source)) as pages:
         _refuse_later(pages, source)
         store.remove(fresh)  # of a recovery that was cut short
@@ -278,15 +284,15 @@ class _Salvage:
         last = max(self._highest["operator_log"], max(filter(self._is_number, entries), default=0))
         for control, _ in self._keys("relay_control", _Control):
             self._new.execute(_QUERIES["keep_control"], control)
-        for recovery in self._rows("outbox_recovery", _Recovered):
+        for recovery in self._rows("outbox_recovery", _Recovered, numbered=False):
             self._new.execute(_QUERIES["keep_recovery"], recovery)
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
         return Recovery(source, saved, missing, buried, lines, max(0, last - lines), self._pages.damaged_frames)
 
-    def _rows(self, table: str, kind: Any) -> Iterator[Any]:
+    def _rows(self, table: str, kind: Any, *, numbered: bool = True) -> Iterator[Any]:
         """Yield the rows of a table that are of their kind, with their numbers; the newest of each first."""
         for row in self._records.rows(self._shapes[table]):
-            if self._is_number(row.rowid):
+            if not numbered or self._is_number(row.rowid):
                 with contextlib.suppress(msgspec.ValidationError):
                     found = msgspec.convert((row.rowid, *row.values[1:]), kind)
                     self._highest[table] = max(self._highest[table], row.rowid)

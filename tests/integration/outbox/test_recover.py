@@ -195,6 +195,35 @@ async def test_two_recoveries_overwrite_nothing(state: Path) -> None:
     assert second.damaged.exists()
 
 
+@pytest.mark.usefixtures("filled")
+async def test_a_second_recovery_does_not_forget_what_the_first_could_not_save(
+    state: Path, database: Path, open_outbox: OpenOutbox
+) -> None:
+    overwrite(database, pages_of(database, b"1000:1000")[3])
+    missing = recover(state).missing
+    assert missing
+    assert recover(state).missing == 0
+    with pytest.raises(Fatal, match=f"{missing} rows are missing .*--accept-lost-ids"):
+        await open_outbox()
+    await (await open_outbox(accept_lost_ids=True)).close()
+    recover(state)
+    await (await open_outbox()).close()
+    with opened(database) as db:
+        noted = db.execute("SELECT missing, accepted_at IS NOT NULL FROM outbox_recovery ORDER BY at").fetchall()
+    assert noted == [(missing, 1), (0, 0), (0, 0)]
+
+
+@pytest.mark.usefixtures("with_a_log")
+@pytest.mark.parametrize("part", ["", "-wal"], ids=["the file", "its log"])
+async def test_no_link_is_followed(state: Path, database: Path, tmp_path: Path, part: str) -> None:
+    real = Path(f"{database}{part}").rename(tmp_path / "elsewhere")
+    Path(f"{database}{part}").symlink_to(real)
+    with pytest.raises(Fatal, match="is a symbolic link: remove it") as refusal:
+        recover(state)
+    assert refusal.value.exit_code == Exit.CONFIG
+    assert not list(state.glob("*.damaged-*"))
+
+
 async def test_an_outbox_in_use_is_not_recovered(outbox: Outbox, state: Path) -> None:
     with pytest.raises(Fatal, match="is in use") as refusal:
         recover(state)
