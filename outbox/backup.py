@@ -32,7 +32,7 @@ DraftKind = Literal["backup", "recovering", "restoring"]  # what a kill leaves b
 
 _KEPT_FREE: Final = 2 * WAL_LIMIT  # bytes of the disk: for what sends and the log may take meanwhile
 _SECONDS: Final = 600.0  # that a copy may take
-_LOG: Final = load_queries("outbox", "sql/operations.sql")["log"]
+OPERATIONS: Final = load_queries("outbox", "sql/operations.sql")
 _PIECE: Final = 256 * 1024  # bytes that are read at once
 
 
@@ -105,7 +105,8 @@ def _check_room(directory: Path, needed: int) -> None:
 def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     """Make a copy of `backup` the outbox of `directory`; returns where the old one was set aside, if there was one.
 
-    The line of the operator log about it is in the new outbox. Until that is whole and on disk a failure leaves
+    The line of the operator log about it is in the new outbox. What waits there may have been accepted since, so its
+    outcome is unknown. Until that is whole and on disk a failure leaves
     everything as it was.
 
     Raises `Fatal`: 69 where a daemon runs there, 78 for a file that is not a whole backup of an outbox, 75 on a full
@@ -130,7 +131,8 @@ def restore(directory: Path, backup: Path, reason: str) -> Path | None:
                 raise Fatal(Exit.CONFIG, f"{backup} is not a backup of an outbox: take another")
             quick_check(db)
             line = {"at": now, "verb": "restore", "actor": str(order.caller), "reason": order.reason.strip()}
-            db.execute(_LOG, {**line, "row_id": None, "detail": str(backup)})
+            db.execute(OPERATIONS["log"], {**line, "row_id": None, "detail": str(backup)})
+            db.execute(OPERATIONS["doubt"], {"now": now})
             db.execute(QUERIES["checkpoint_truncate"]).fetchall()
         sync(fresh)
         aside = file.clear(now)

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import astuple, replace
 
-from outbox.backup import draft_of
+from outbox.backup import OPERATIONS, draft_of
 from outbox.errors import recovery_failed
 from outbox.model import NAME, SCHEMA
 from outbox.pages import Pages, Records, Wrong, in_order
@@ -277,6 +277,8 @@ class _Salvage:
         self._new.execute(keeps_payloads)
         self._new.execute(_QUERIES["recount"])
         self._new.execute(_QUERIES["report_again"])
+        if missing is None or self._pages.damaged_frames:  # rows may be older than they were
+            self._new.execute(OPERATIONS["doubt"], {"now": self._now})
         for line in self._rows("operator_log", _LogLine):
             self._new.execute(_QUERIES["keep_log_line"], line)
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()

@@ -13,6 +13,10 @@ UPDATE outbox
 SET status = 'aborted', lane = NULL, aborted_at = :now, aborted_by = 'operator', superseded_by = :successor
 WHERE seq = :seq;
 
+-- name: doubt
+-- The file is older than its outbox was: the broker may have accepted any row that waits in it.
+UPDATE outbox SET unanswered_at = :now WHERE lane IS NOT NULL AND unanswered_at IS NULL;
+
 -- name: room
 -- What those rows take that `accepted` changes.
 SELECT coalesce(sum(room), 0)

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from support.outboxes import ALICE, OPERATOR, WHY, accepted, done, killed_at_a_r
 from support.small_disk import run_on_a_small_disk
 from support.waiting import until
 
-from outbox import Outbox
+from outbox import Accepted, Outbox, Unanswered
 from outbox.backup import Backup, restore
 from outbox.recover import recover
 from postroom._wire.nouns import LogQuery
 from postroom.chassis.exits import Exit, Fatal
-from postroom.errors import InvalidMessage, PostroomError, TryAgain
+from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
 
@@ -168,6 +168,31 @@ async def test_a_restored_outbox_is_the_backup_and_what_was_there_stays_as_it_wa
         assert again.inserted
         log = (await outbox.operations(LogQuery())).lines
     assert [(line.verb, line.reason) for line in log] == [("restore", "the disk was lost"), ("backup", WHY["reason"])]
+
+
+async def test_a_row_that_waits_in_a_restored_outbox_is_asked_for_before_it_is_requeued(
+    open_outbox: OpenOutbox, state: Path, tmp_path: Path
+) -> None:
+    async def look_up(rows: Sequence[Unanswered]) -> list[Accepted | None]:
+        return [Accepted("BROKER-1", 7) if row.client_message_id == "since" else None for row in rows]
+
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("since"), send("waits"))
+        await copied(outbox, tmp_path / "copy.db")
+        first, _ = await outbox.claim()
+        await outbox.settle([done(first.row_id)])
+    restore(state, tmp_path / "copy.db", "the disk was lost")
+    async with await open_outbox() as outbox:
+        with pytest.raises(Conflict) as refusal:  # nobody can ask yet
+            await outbox.act("requeue", "since", **WHY)
+        assert refusal.value.code == "outcome_unknown"
+    async with await open_outbox(look_up=look_up) as outbox:
+        with pytest.raises(Conflict) as refusal:
+            await outbox.act("requeue", "since", **WHY)
+        assert refusal.value.code == "already_accepted"
+        assert (await outbox.row("since")).status == "done"
+        await outbox.act("requeue", "waits", **WHY)
+        assert (await outbox.row("waits")).status == "aborted"
 
 
 async def test_a_backup_is_restored_where_there_is_no_outbox(outbox: Outbox, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ async def test_a_sound_outbox_is_recovered_whole(state: Path, database: Path, op
     outbox = await open_outbox()
     assert (await outbox.counts()).rows == {"pending": 301, "inflight": 0, "done": 1, "dead": 1, "aborted": 1}
     assert (await outbox.relay_controls())["dm:bob"].paused
+    assert (await outbox.row("id-000")).unanswered_at is None
     assert [line.verb for line in (await outbox.inspect("aborted")).log] == ["abort"]
     await outbox.close()
 
@@ -325,6 +326,9 @@ async def test_what_an_earlier_recovery_set_aside_does_not_show_what_an_outbox_l
     assert (recovery.saved, recovery.missing, recovery.whole) == (304, None, False)
     with pytest.raises(Fatal, match="--accept-lost-ids"):
         await open_outbox()
+    async with await open_outbox(accept_lost_ids=True) as outbox:
+        rows = [await outbox.row(name) for name in ("id-000", "dead", "done")]
+        assert [row.unanswered_at is not None for row in rows] == [True, False, False]  # it may have been accepted
 
 
 @pytest.mark.usefixtures("filled")
