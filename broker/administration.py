@@ -3,6 +3,7 @@
 The table of routes says who may call; `own_mesh` checks here that a member stays in its own mesh.
 """
 
+import base64
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -315,7 +316,8 @@ class Webhooks(Handlers):
         wanted = await decode_body(request, api.CreateWebhook)
         mesh, topic = path_mesh(request), request.match_info["name"]
         await self._guard.check(wanted.url)
-        secret = f"whsec_{secrets.token_urlsafe(32)}"
+        # Libraries of Standard Webhooks refuse text that is not base64, padding included.
+        secret = f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
         async with self.changing(request, "create", "webhook", mesh, topic) as connection:
             topic_id = await _hold_topic(connection, mesh, topic)
             await _there("topic", topic, connection, QUERIES["lock_topic"], topic_id)

@@ -18,6 +18,7 @@ import aiohttp
 import asyncpg
 import msgspec
 import pytest
+import standardwebhooks
 from aiohttp import web
 from nats.js.errors import NotFoundError
 from support.handlers import Call, CountingHandler, ok, serving
@@ -176,6 +177,8 @@ async def test_messages_accepted_after_the_registration_are_posted_and_signed_wi
     verify(webhook.secret.encode(), call.body, call.headers[SIGNATURE])
     with pytest.raises(NotPermitted):
         verify(b"another secret of enough bytes", call.body, call.headers[SIGNATURE])
+    theirs = standardwebhooks.Webhook(webhook.secret).verify(call.body, call.headers)
+    assert theirs["message_id"] == call.request.message_id
     assert "postroom_worker_webhooks 1.0" in metrics
     assert 'postroom_worker_webhook_deliveries_total{outcome="done"} 2.0' in metrics
 
