@@ -124,7 +124,7 @@ class StoreSource:
         self._counters = counters
         self._clock = clock
         self._after = _BEFORE_ALL
-        self._work_queues: frozenset[str] = frozenset()
+        self._forgetful: frozenset[str] = frozenset()
 
     @asynccontextmanager
     async def claim(self, limits: PublisherSettings) -> AsyncIterator[StoreClaim]:
@@ -135,7 +135,7 @@ class StoreSource:
         yield StoreClaim(self, [stored(row) for row in page])
 
     async def mark(self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing]) -> bool:
-        """Note where messages are; what is `gone` from a stream that is not a work queue is unpublished again.
+        """Note where messages are; what is `gone` from a stream that keeps what is done is unpublished again.
 
         Return whether any of them shared a number with another.
         """
@@ -145,7 +145,7 @@ class StoreSource:
             for (key, *_), place in placed
         ]
         streams = {message.key: place.stream for message, place in placed}
-        lost = [message.key.position for message in gone if streams[message.key] not in self._work_queues]
+        lost = [message.key.position for message in gone if streams[message.key] not in self._forgetful]
         async with self._turns.turn():
             shared = await durably(partial(self._store.mark_published, marks))
             self._counters.lost += shared + (await durably(partial(self._store.requeue, lost)) if lost else 0)
@@ -174,9 +174,9 @@ class StoreSource:
         return await self._store.newest_at(stream, to_microseconds(created_at), first, last, missing)
 
     async def note_handled(self, link: Link) -> None:
-        """Forget the places of messages that left a work queue: they were handled, and are not lost with the queue."""
-        queues = [stream for stream in link.streams.pictures if stream.work_queue]
-        self._work_queues = frozenset(stream.name for stream in queues)
+        """Forget the places of messages that left a stream that forgets what is done: they are not lost with it."""
+        queues = [stream for stream in link.streams.pictures if stream.forgets]
+        self._forgetful = frozenset(stream.name for stream in queues)
         now = await self.now()
         for stream in queues:
             place = stream.name, to_microseconds(stream.created_at)

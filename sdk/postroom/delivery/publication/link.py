@@ -36,7 +36,7 @@ from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import api_subject, connect, connection_of
 from postroom.delivery.publication import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
-from postroom.delivery.streams import all_consumers, all_streams
+from postroom.delivery.streams import all_consumers, all_streams, filters_of
 from postroom.delivery.subjects import expression_of
 from postroom.errors import PostroomError
 
@@ -74,7 +74,7 @@ class StreamPicture(NamedTuple):
     max_age_seconds: float | None
     subjects: re.Pattern[str]
     keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
-    work_queue: bool  # acknowledging a message removes it too
+    forgets: bool  # what is acknowledged leaves it: a work queue, or an interest stream
     atomic: bool  # it accepts atomic batches
     holes: int  # missing numbers after the first message
 
@@ -124,7 +124,7 @@ def _picture(info: StreamInfo) -> StreamPicture:
         config.max_age or None,
         re.compile(expression_of(*config.subjects or ())),
         _keeps_all(info),
-        config.retention == RetentionPolicy.WORK_QUEUE,
+        config.retention in (RetentionPolicy.WORK_QUEUE, RetentionPolicy.INTEREST),
         bool(config.allow_atomic),
         state.num_deleted or 0,
     )
@@ -133,8 +133,10 @@ def _picture(info: StreamInfo) -> StreamPicture:
 def _keeps_all(info: StreamInfo) -> bool:
     """Return whether no limit but age removes messages from a stream: it is far from all others."""
     config, state = info.config, info.state
-    if config.retention == RetentionPolicy.INTEREST or _limit(config.max_msgs_per_subject) is not None:
+    if _limit(config.max_msgs_per_subject) is not None:
         return False
+    if config.retention == RetentionPolicy.INTEREST and (state.num_deleted or 0) > MOST_HOLES:
+        return False  # which of them were acknowledged cannot be noted
     limits = ((_limit(config.max_bytes), state.bytes), (_limit(config.max_msgs), state.messages))
     return all(most is None or used < _FULL * most for most, used in limits)
 
@@ -185,7 +187,7 @@ async def read_holes(js: JetStreamContext, stream: str) -> Holes:
 async def read_floors(js: JetStreamContext, stream: str) -> Floors:
     """Read what is acknowledged: what is before the first message, what consumers report, and what is missing.
 
-    Raises `PostroomError`.
+    A consumer of an interest stream says nothing of the others. Raises `PostroomError`.
     """
     try:
         info = await js.stream_info(stream)
@@ -198,9 +200,9 @@ async def read_floors(js: JetStreamContext, stream: str) -> Floors:
         holes = await read_holes(js, stream)
         gone = _ranges(holes.numbers) if holes.created_at == info.created else ()
     floors = {_EVERYTHING: max(info.state.first_seq - 1, 0)}
-    for consumer in consumers:
+    for consumer in consumers if info.config.retention == RetentionPolicy.WORK_QUEUE else ():
         acknowledged = 0 if consumer.ack_floor is None else consumer.ack_floor.stream_seq
-        for subjects in consumer.config.filter_subjects or [consumer.config.filter_subject or _EVERYTHING]:
+        for subjects in filters_of(consumer.config):
             floors[subjects] = max(floors.get(subjects, 0), acknowledged)
     return Floors(info.created, floors, info.state.first_seq, gone)
 

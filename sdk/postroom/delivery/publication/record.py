@@ -14,9 +14,9 @@ What is lost, is younger than the horizon, and was not settled (which each form 
 becomes unpublished again, under the next epoch. The publisher does the rest. Where a comparison wrongly takes a message
 for lost, the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
 
-What a comparison cannot see: messages removed from a work queue (which removes them when they are done, too), and
-single messages deleted from the middle of another stream. `WorkQueues` sees the first, as far as they came from
-Postgres; an operator has the rest published again by hand.
+What a comparison cannot see: messages removed from a stream that forgets them when they are done, too (a work queue, or
+one of interest), and single messages deleted from the middle of another stream. `WorkQueues` sees the first, as far as
+they came from Postgres; an operator has the rest published again by hand.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Record:
             for stream in pictures:
                 for search in self._searches(stream, until, marked):
                     requeued += await self._requeue(source, search)
-                if link is not self._link or not stream.work_queue:  # which may have more holes than messages
+                if link is not self._link or not stream.forgets:  # which may have more holes than messages
                     # the newest messages that the server has lost, where others have got their numbers by now
                     first = await _first_displaced(link.js, source, stream)
                     if first is not None:
@@ -132,7 +132,7 @@ class Record:
         """Return whether a stream begins at another number than before, and not because it was full."""
         before = self._compared.get(stream.name)
         begins_elsewhere = before is None or before.first_sequence != stream.first_sequence
-        return begins_elsewhere and stream.keeps_all and not stream.work_queue
+        return begins_elsewhere and stream.keeps_all and not stream.forgets
 
 
 async def _first_displaced(js: JetStreamContext, source: Source, stream: StreamPicture) -> int | None:
@@ -191,12 +191,13 @@ class _Seen(NamedTuple):
 
 
 class WorkQueues:
-    """Watches the work queues of a server, on one connection at a time.
+    """Watches the work queues of a server, on one connection at a time, and in the same way its interest streams.
 
     What left one without having been handled is published again (docs/contract/delivery.md#delivery-25). A work queue
-    looks the same after an acknowledgement and after a purge. So two things are kept outside of it:
+    looks the same after an acknowledgement and after a purge, and so does an interest stream, after the acknowledgement
+    of the last consumer that a message was for. So two things are kept outside of it:
 
-        the floors     up to which number everything was acknowledged, as the queue's consumers reported when nothing
+        the floors     up to which number everything was acknowledged, as a queue's consumers reported when nothing
                        was wrong, and which numbers above that were missing; they are in Postgres
         the audit      JetStream's advisories about purges and deletions, while this program is connected
 
@@ -225,7 +226,7 @@ class WorkQueues:
             self._seen.clear()
         elif not audit.hears:
             _log.warning("purges_not_heard", subject=ADVISORIES, detail="let the worker's NATS user subscribe to it")
-        work_queues = [picture for picture in link.streams.pictures if picture.work_queue]
+        work_queues = [picture for picture in link.streams.pictures if picture.forgets]
         return sum([await self._check(link, audit, stream) for stream in work_queues])
 
     async def _check(self, link: Link, audit: Audit, stream: StreamPicture) -> int:

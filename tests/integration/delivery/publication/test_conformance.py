@@ -49,9 +49,9 @@ class Form(ABC):
             self.source, PublisherSettings(ack_seconds=2), self.nats, name="test", opened=self.look, rng=Random(1)
         )
 
-    async def add_queue(self) -> None:
+    async def add_queue(self, retention: str = "workqueue") -> None:
         subjects = [f"cmd.{self.office.context}.>"]
-        await self.office.js.add_stream(name=self.queue, subjects=subjects, retention="workqueue")
+        await self.office.js.add_stream(name=self.queue, subjects=subjects, retention=retention)
         await self.office.js.add_consumer(
             self.queue, durable_name="clerk", ack_policy="explicit", filter_subjects=subjects
         )
@@ -280,15 +280,16 @@ async def test_a_number_in_another_stream_of_that_name_is_another_number(form: F
     assert not await form.settle(second, Place(form.office.stream, datetime.now(UTC), 7, duplicate=False))
 
 
-async def test_what_a_work_queue_handled_is_not_published_again_with_the_queue(form: Form) -> None:
-    await form.add_queue()
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+async def test_what_a_queue_handled_is_not_published_again_with_the_queue(form: Form, retention: str) -> None:
+    await form.add_queue(retention)
     ids = await form.put(10, command=True)
     await form.publish()
     await form.work(9)
     for _ in range(3):
         assert await form.compare() == 0
     await form.office.js.delete_stream(form.queue)
-    await form.add_queue()
+    await form.add_queue(retention)
     assert await form.compare() == 1
     await form.publish()
     assert await form.waiting() == [f"{ids[-1]}/1"]
@@ -297,15 +298,18 @@ async def test_what_a_work_queue_handled_is_not_published_again_with_the_queue(f
         assert await form.compare() == 0
 
 
-async def test_what_a_queue_handled_stays_so_though_a_new_queue_gives_its_numbers_away(form: Form) -> None:
-    await form.add_queue()
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+async def test_what_a_queue_handled_stays_so_though_a_new_queue_gives_its_numbers_away(
+    form: Form, retention: str
+) -> None:
+    await form.add_queue(retention)
     await form.put(5, command=True)
     await form.publish()
     await form.work(5)
     for _ in range(3):
         assert await form.compare() == 0
     await form.office.js.delete_stream(form.queue)
-    await form.add_queue()
+    await form.add_queue(retention)
     later = await form.put(5, command=True)
     await form.publish()
     assert await form.compare() == 0

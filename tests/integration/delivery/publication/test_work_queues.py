@@ -1,4 +1,7 @@
-"""What is taken out of a work queue by hand is published again by itself; what was acknowledged is not."""
+"""What is taken out of a work queue by hand is published again by itself; what was acknowledged is not.
+
+So is what is taken out of a stream of interest, which forgets what all of its consumers have acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +58,16 @@ class Watching:
 class WorkQueue:
     """A work queue of the office's context, and somebody who works there."""
 
-    def __init__(self, office: Any, url: str | None = None) -> None:
+    def __init__(self, office: Any, url: str | None = None, *, retention: str = "workqueue") -> None:
         self.office = office
         self.url = url or office.nats_url
+        self.retention = retention
         self.stream = f"{office.context}_COMMANDS".upper()
         self.done: Counter[str] = Counter()
 
     async def open(self, js: Any) -> None:
         subjects = [f"cmd.{self.office.context}.>"]
-        await js.add_stream(name=self.stream, subjects=subjects, retention="workqueue")
+        await js.add_stream(name=self.stream, subjects=subjects, retention=self.retention)
         await js.add_consumer(self.stream, durable_name="clerk", ack_policy="explicit", filter_subjects=subjects)
 
     async def put(self, commands: int) -> None:
@@ -131,10 +135,13 @@ class WorkQueue:
         return {row[0] for row in await self.office.pool.fetch("SELECT id::text FROM postroom.outbox_events")}
 
 
+both_retentions = pytest.mark.parametrize("queue", ["workqueue", "interest"], indirect=True)
+
+
 @pytest.fixture
-async def queue(office: Any, monkeypatch: pytest.MonkeyPatch) -> WorkQueue:
+async def queue(office: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> WorkQueue:
     monkeypatch.setattr(module, "_ADVISORY_SECONDS", 0)  # the tests wait until they were told
-    queue = WorkQueue(office)
+    queue = WorkQueue(office, retention=getattr(request, "param", "workqueue"))
     await queue.open(office.js)
     return queue
 
@@ -158,6 +165,7 @@ async def rounds(watch: Watching) -> Sequence[int]:
     return [await watch.round(), await watch.round()]
 
 
+@both_retentions
 async def test_what_a_purge_took_is_published_again_and_what_was_acknowledged_is_not(
     office: Any, queue: WorkQueue, running: Any
 ) -> None:
@@ -179,6 +187,23 @@ async def test_what_a_purge_took_is_published_again_and_what_was_acknowledged_is
     assert len(waiting) == 15
 
 
+@pytest.mark.parametrize("queue", ["interest"], indirect=True)
+async def test_what_one_of_two_consumers_has_not_acknowledged_is_published_again_after_a_purge(
+    office: Any, queue: WorkQueue, running: Any
+) -> None:
+    own = f"cmd.{office.context}.default.work.>"
+    await office.js.add_consumer(queue.stream, durable_name="slow", ack_policy="explicit", filter_subjects=[own])
+    await queue.put(20)
+    await publish(office, running)
+    async with watching(office) as watch:
+        assert await queue.work(office.js, 20) == 20
+        assert await rounds(watch) == [0, 0]
+        await office.js.purge_stream(queue.stream)
+        await asyncio.wait_for(watch.told.wait(), SECONDS)
+        assert await rounds(watch) == [20, 0]
+
+
+@both_retentions
 async def test_a_purge_that_nobody_saw_is_made_up_for_at_the_next_start(
     office: Any, queue: WorkQueue, running: Any
 ) -> None:
@@ -191,6 +216,7 @@ async def test_a_purge_that_nobody_saw_is_made_up_for_at_the_next_start(
         assert await rounds(watch) == [20, 0]
 
 
+@both_retentions
 async def test_what_was_done_while_nobody_watched_comes_again_once_and_what_was_settled_before_never(
     office: Any, queue: WorkQueue, running: Any
 ) -> None:
@@ -234,6 +260,7 @@ async def test_one_that_is_in_hand_for_long_keeps_nobody_elses_work_from_being_s
         assert await rounds(watch) == [0, 0]
 
 
+@both_retentions
 async def test_a_single_command_that_was_deleted_is_published_again(
     office: Any, queue: WorkQueue, running: Any
 ) -> None:
@@ -282,6 +309,7 @@ async def test_what_a_purged_queue_swallows_as_known_is_published_under_a_fresh_
     assert await queue.waiting() == [f"{identity}/1"]
 
 
+@both_retentions
 async def test_what_was_settled_stays_so_though_a_new_queue_gives_its_numbers_to_others(
     office: Any, queue: WorkQueue, running: Any
 ) -> None:
@@ -301,6 +329,7 @@ async def test_what_was_settled_stays_so_though_a_new_queue_gives_its_numbers_to
     assert await redriven(office, confirmed=True) == 110
 
 
+@both_retentions
 async def test_what_was_done_behind_one_that_waits_is_settled_too(office: Any, queue: WorkQueue, running: Any) -> None:
     """The consumer's floor stands at its oldest message in hand, however much it has done since."""
     await queue.put(50)
@@ -321,6 +350,7 @@ async def test_what_was_done_behind_one_that_waits_is_settled_too(office: Any, q
     assert set(waiting) <= identities
 
 
+@both_retentions
 async def test_of_what_was_purged_nothing_counts_as_done(office: Any, queue: WorkQueue, running: Any) -> None:
     """Seen from afar it looks the same: numbers that are gone behind one that is there."""
     await queue.put(20)

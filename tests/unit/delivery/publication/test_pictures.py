@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from nats.js.api import RetentionPolicy, StreamConfig, StreamInfo, StreamState
 
-from postroom.delivery.publication.link import Streams, _picture
+from postroom.delivery.publication.link import MOST_HOLES, Streams, _picture
 
 
-def info(*subjects: str, messages: int = 5, size: int = 500, **config: Any) -> StreamInfo:
+def info(*subjects: str, messages: int = 5, size: int = 500, holes: int = 0, **config: Any) -> StreamInfo:
     return StreamInfo(
         config=StreamConfig(name="S", subjects=list(subjects), **config),
-        state=StreamState(messages=messages, bytes=size, first_seq=1, last_seq=messages, consumer_count=0),
+        state=StreamState(
+            messages=messages, bytes=size, first_seq=1, last_seq=messages + holes, consumer_count=0, num_deleted=holes
+        ),
         created=datetime(2026, 1, 1, tzinfo=UTC),
     )
 
@@ -47,10 +49,12 @@ def test_a_stream_takes_what_one_of_its_subjects_covers(pattern: str, subject: s
         ({"max_msgs": 5}, False),
         ({"max_msgs_per_subject": 1}, False),
         ({"retention": RetentionPolicy.WORK_QUEUE}, True),
-        ({"retention": RetentionPolicy.INTEREST}, False),
+        ({"retention": RetentionPolicy.WORK_QUEUE, "holes": MOST_HOLES + 1}, True),
+        ({"retention": RetentionPolicy.INTEREST, "holes": MOST_HOLES}, True),
+        ({"retention": RetentionPolicy.INTEREST, "holes": MOST_HOLES + 1}, False),
     ],
 )
-def test_a_stream_keeps_all_where_no_limit_but_age_and_no_lack_of_interest_takes_messages_out(
+def test_a_stream_keeps_all_where_no_limit_but_age_takes_messages_out_and_what_is_missing_can_be_noted(
     config: dict[str, Any],
     keeps_all: bool,  # noqa: FBT001
 ) -> None:
