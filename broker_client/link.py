@@ -111,11 +111,12 @@ class BrokerLink:
     async def compared(self, rows: Sequence[DoneRow]) -> tuple[list[tuple[DoneRow, Accepted | None]], list[DoneRow]]:
         """Return the rows that the broker has, each with what it has of it, and those it lacks; raises `RequestFailed`.
 
-        An id that another member has there is not lost: this daemon may have had that member's token before.
+        It lacks a row too whose id another message of the member has there: that was accepted after the restore. An id
+        that another member has there is not lost: this daemon may have had that member's token before.
         """
         answers = list(zip(rows, await self._look_up(rows), strict=True))
-        found = [(row, _found(answer)) for row, answer in answers if answer.status != HTTPStatus.NOT_FOUND]
-        return found, [row for row, answer in answers if answer.status == HTTPStatus.NOT_FOUND]
+        found = [(row, _found(answer)) for row, answer in answers if not _lacks(answer)]
+        return found, [row for row, answer in answers if _lacks(answer)]
 
     async def _look_up(self, rows: Sequence[Unanswered | DoneRow]) -> list[AcceptAnswer]:
         messages = [
@@ -224,6 +225,11 @@ def failure_of(status: int, code: str = "") -> Failure:
             return Failure.SERVER_ERROR
         case _:  # a redirect, or a success that answers no request of ours
             return Failure.GARBAGE
+
+
+def _lacks(answer: AcceptAnswer) -> bool:
+    mismatch = answer.problem is not None and answer.problem.conflict == "request_fingerprint_mismatch"
+    return answer.status == HTTPStatus.NOT_FOUND or mismatch
 
 
 def _found(answer: AcceptAnswer) -> Accepted | None:

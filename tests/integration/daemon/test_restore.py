@@ -220,6 +220,24 @@ async def test_what_another_daemon_sent_again_is_not_missing_and_has_the_ids_tha
         assert [line.verb for line in (await daemon.inspect("b")).log] == []
 
 
+async def test_a_message_whose_id_another_one_of_the_member_has_taken_meanwhile_is_missing(
+    drill: Drill, daemon: AsyncClient
+) -> None:
+    """What is sent again is refused then, so that an operator sees it and can requeue it under another id."""
+    await drill.lose(lambda: send_all(daemon, "a"))
+    port, drill.port = drill.port, 0  # where this daemon does not look
+    async with drill.serving(), BrokerLink(BrokerClientSettings(url=drill.url, token_file=drill.token_file)) as other:
+        another = {"to": "topic:orders", "body": "not from this daemon", "client_message_id": "a"}
+        (answer,) = await other.accept([prepare(msgspec.json.encode(another))])  # type: ignore[list-item]
+        assert answer.status == 201
+    drill.port = port
+    async with drill.serving():
+        await compared(daemon, 1)
+        assert (await daemon.resend_missing(**WHY)).resent == 1
+        row = await daemon.wait("a", 60)
+        assert (row.status, (row.last_error or "").partition(":")[0]) == ("dead", "idempotency_key_reused")
+
+
 async def test_what_has_no_payload_any_more_is_reported_and_noted(drill: Drill, daemon: AsyncClient) -> None:
     async def work() -> None:
         await send_all(daemon, "old-0", "old-1")
