@@ -71,7 +71,8 @@ def trace(
             if as_json:
                 json_line(story)
             else:
-                show_story(story, [step.id for step in story.steps if shown.get(step.id) != step])
+                fresh = [step.id for step in story.steps if shown.get(step.id) != step]
+                show_story(story, fresh, broker_asked=broker.url is not None)
             sys.stdout.flush()
         if before is None:
             for problem in story.unread:
@@ -107,7 +108,7 @@ def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> 
     return asyncio.run(work())
 
 
-def show_story(story: Story, fresh: list[str]) -> None:
+def show_story(story: Story, fresh: list[str], *, broker_asked: bool = True) -> None:
     """Write where the story stops, then its tree; of what was shown before, only what is `fresh`."""
     width = line_width()
     outcomes = {step.id: step.outcome for step in story.steps}
@@ -117,7 +118,8 @@ def show_story(story: Story, fresh: list[str]) -> None:
             for line in fold_command(wait.help, width, "       "):
                 sys.stdout.write((line if not coloured() else typer.style(line, bold=True)) + "\n")
     if not story.waits:
-        _write("nothing waits", "", "", width, None)
+        limit = ", as far as could be asked" if story.unread or not broker_asked else ""
+        _write(f"nothing waits{limit}", "", "", width, None)
     for lead, step, _ in draw(story.steps):
         if step.id not in fresh:
             continue

@@ -720,6 +720,17 @@ def test_an_unknown_id_is_exit_code_3(office: Office) -> None:
         assert office.user.run("trace", name).code == 3, name
 
 
+def test_where_a_part_cannot_be_asked_it_does_not_say_that_nothing_waits(office: Office, unused_tcp_port: int) -> None:
+    office.send("half-known")
+    office.until_told("half-known", "accepted")
+    assert office.user.run("trace", "half-known").out.startswith("waits: ")  # for a worker, says the broker
+    unreachable = office.at(office.room.socket, POSTROOM_BROKER_URL=f"http://127.0.0.1:{unused_tcp_port}")
+    for user in (unreachable, office.at(office.room.socket, POSTROOM_BROKER_URL="")):
+        told = user.run("trace", "half-known")
+        assert (told.code, told.out.splitlines()[0]) == (0, "nothing waits, as far as could be asked"), told
+        assert told.err
+
+
 def test_a_terminal_of_80_columns_shows_ids_whole_and_what_waits_first(consumer: Office) -> None:
     consumer.send("narrow", body='{"what": "poison"}')
     consumer.until_told("narrow", "buried", "dead")
