@@ -107,6 +107,11 @@ _BAD_OPTION: Final = (
 )
 
 
+def why_waiting(error: Exception) -> str:
+    """Say in words why a loop waits: `error` ended its round, which is one of Postgres or a sentence already."""
+    return f"Postgres failed: {why_failed(error)}" if isinstance(error, POSTGRES_ERRORS) else str(error)
+
+
 def uuid_of(text: object) -> UUID | None:
     """Read a UUID; None for anything else."""
     try:

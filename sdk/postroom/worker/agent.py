@@ -61,7 +61,7 @@ class RunningAgent:
 
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""
-        nats = [] if self.nats.is_connected else ["nats_unavailable"]
+        nats = [] if self.nats.is_connected else ["NATS is unreachable"]
         troubles = (self.runtime.trouble, *(consumer.trouble for consumer in self.consumers))
         return [*nats, *(trouble for trouble in troubles if trouble is not None)]
 

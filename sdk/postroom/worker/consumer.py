@@ -58,8 +58,8 @@ class HttpConsumer:
 
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""
-        nats = [] if self.nats.is_connected else ["nats_unavailable"]
-        postgres = ["database_unavailable"] if self.consumer.inbox.waiting_for_postgres else []
+        nats = [] if self.nats.is_connected else ["NATS is unreachable"]
+        postgres = ["Postgres is unreachable"] if self.consumer.inbox.waiting_for_postgres else []
         troubles = (self.consumer.handler.reach.error, self.consumer.trouble)
         return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
 

@@ -26,7 +26,7 @@ from postroom._wire.sql import load_queries
 from postroom._wire.words import when
 from postroom.chassis.clock import now
 from postroom.chassis.exits import Fatal
-from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, connected
+from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, connected, why_waiting
 
 _log = structlog.get_logger(__name__)
 
@@ -89,7 +89,7 @@ class OrphanCheck:
             try:
                 await self.look()
             except (Fatal, *POSTGRES_ERRORS) as error:
-                self._trouble = str(error) or type(error).__name__
+                self._trouble = why_waiting(error)
                 _log.warning("orphan_check_failed", error=self._trouble)
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -17,7 +17,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, why_waiting
 from postroom.chassis.runtime import within
 from postroom.delivery.applications import know_meshes
 from postroom.delivery.durables import keep_waiting, list_durables
@@ -85,7 +85,7 @@ class Upkeep:
                 async with self._working:
                     await self._round()
             except (PostroomError, *POSTGRES_ERRORS) as error:
-                _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
+                _log.warning("upkeep_failed", error=why_waiting(error))
             await within(self._config.record.check_seconds, self._wake)
 
     async def durables(self) -> Sequence[Durable]:
@@ -128,7 +128,7 @@ class Upkeep:
         try:
             await retrying(self._round, Patience(_FIRST_SECONDS))
         except (PostroomError, *POSTGRES_ERRORS) as error:
-            _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
+            _log.warning("upkeep_failed", error=why_waiting(error))
 
     async def stop(self) -> None:
         """Finish the round: nats-py could lose a cancellation during it."""

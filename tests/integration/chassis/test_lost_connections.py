@@ -12,9 +12,10 @@ import sys
 from collections import Counter
 
 import asyncpg
+import pytest
 from support.waiting import until_so
 
-from postroom.chassis.postgres import POSTGRES_ERRORS, open_pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, open_pool, why_waiting
 
 KILL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'doomed'"
 USERS = 4
@@ -45,6 +46,16 @@ async def test_each_way_of_losing_a_connection_is_an_error_that_is_waited_out(da
         users.cancel()
         pool.terminate()
         await killer.close()
+
+
+async def test_a_postgres_that_does_not_answer_in_time_is_said_in_words(database_url: str) -> None:
+    pool = await open_pool(database_url, name="patient", connections=1)
+    try:
+        with pytest.raises(TimeoutError) as hung:
+            await pool.execute("SELECT pg_sleep(60)", timeout=0.05)
+    finally:
+        pool.terminate()
+    assert why_waiting(hung.value) == "Postgres failed: no answer in time"
 
 
 async def test_what_a_killed_program_had_forked_keeps_no_transaction(database_url: str) -> None:

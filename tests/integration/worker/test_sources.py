@@ -167,7 +167,7 @@ async def test_an_application_whose_database_is_unreachable_keeps_up_nobody_else
         await published(shop)
         status, text = await _ask(started["page"], "/ready")
         assert status == 503
-        assert "source away: events wait: " in text
+        assert "source away: events wait: Postgres failed: " in text
         assert [one.headers["Nats-Msg-Id"] for one in await messages_in(own_nats, "DEMO_EVENTS")] == ids
         away.start()
         try:

@@ -34,7 +34,7 @@ import structlog
 
 from postroom._wire import spans
 from postroom._wire.retry import Backoff
-from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
+from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, why_waiting
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publication import Claim, Failed, Outgoing, Place, Source, Unanswered
@@ -127,7 +127,7 @@ class Publisher:
                 pause = pace.rest(clock(), moved=moved > 0 or called)
                 self.counters.trouble = self.silence
             except (PostroomError, *POSTGRES_ERRORS) as failure:
-                error = str(failure) or type(failure).__name__
+                error = why_waiting(failure)
                 if error != self.counters.trouble:  # an outage repeats one error at every try
                     _log.warning("publishing_failed", source=self.source.name, error=error)
                 self.counters.trouble = error
@@ -317,6 +317,6 @@ class Bell:
                             connection.remove_termination_listener(ended)
                             await connection.remove_listener(CHANNEL, heard)
             except POSTGRES_ERRORS as error:
-                _log.info("bell_not_heard", error=str(error) or type(error).__name__)
+                _log.info("bell_not_heard", error=why_waiting(error))
             failures += 1
             await asyncio.sleep(_PAUSES.seconds(failures))

@@ -44,7 +44,7 @@ async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
         own_postgres.stop()
         await context.publish(ids[25:])
         await until_so(lambda: _waits(services), "the consumer misses Postgres")
-        assert services.reasons() == ["database_unavailable"]
+        assert services.reasons() == ["Postgres is unreachable"]
         own_postgres.start()
         await settled(context)
 
