@@ -245,7 +245,7 @@ class TimedConnection(RequestHandler):
         if self._request_count != requests:
             self._head_since = NEVER
             self._notice(*self._messages[-1])
-        elif not self.busy and self._head_since == NEVER:
+        elif self._head_since == NEVER and not (self.busy and self._request_count):  # before its first it only seems so
             self._head_since = self._heard_at
 
     def _notice(self, message: object, body: StreamReader) -> None:

@@ -73,6 +73,18 @@ async def test_a_head_that_does_not_come_to_an_end_is_dropped_and_a_healthy_clie
     asks.close()
 
 
+async def test_a_head_that_begins_with_the_connection_has_no_more_time_than_another(listen: Open) -> None:
+    services = await listen(header_seconds=0.01)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(services.config.socket_path))
+        peer.sendall(b"GET /openapi.json HTTP/1.1\r\nX: ")  # it is there before the broker takes the connection
+        reader, writer = await asyncio.open_unix_connection(sock=peer)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+    assert _dropped(services, "head_too_slow") == 1
+
+
 async def test_a_connection_too_many_takes_the_place_of_one_that_is_idle(listen: Open) -> None:
     services = await listen(max_connections=3)
     path = str(services.config.socket_path)
