@@ -83,7 +83,8 @@ def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -
     """Build the aiohttp application: each route behind its access check, every error a problem."""
     app = bare_application(**options)
     for route in routes:
-        app.router.add_route(route.method, route.path, _guarded(route, authorize), expect_handler=_go_on)
+        path = route.path.replace("}", ":[^/]+}")  # aiohttp's own pattern finds no name that has braces
+        app.router.add_route(route.method, path, _guarded(route, authorize), expect_handler=_go_on)
     return app
 
 

@@ -3,6 +3,7 @@ from datetime import datetime
 import msgspec
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from postroom.chassis.routes import Access, Histogram, Route, application, decode_query, json_response, openapi
 from postroom.errors import NotFound, NotPermitted
@@ -70,6 +71,11 @@ async def test_a_route_answers_with_its_type(client):
     assert answer.headers["Server"] == "postroom"
     asked = {"limit": "-3", "fragile": "false", "since": "2026-11-21T09:00:00Z"}
     assert (await client.get("/v1/parcels/a", params=asked)).status == 200
+
+
+async def test_a_name_in_a_path_may_be_in_braces(client):
+    for name in ("{c4f0a2de-9d3b-4f1f-8f43-6d9b5b2f7a10}", "%7Bnew%7D", "{", "a}b", "a%2F{b}"):
+        assert (await client.get(URL(f"/v1/parcels/{name}", encoded=True))).status == 200, name
 
 
 @pytest.mark.parametrize(
