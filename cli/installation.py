@@ -54,6 +54,7 @@ _ENVIRONMENT: Final = {
     "url": ("POSTROOM_BROKER_URL",),
     "token_file": TOKEN_FILES,
 }
+_OF_ANOTHER: Final = ("POSTROOM_SOCKET", "POSTROOM_BROKER_URL", *TOKEN_FILES)
 _PATHS: Final = ("state", "socket", "token_file")
 
 
@@ -133,8 +134,17 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     return sight
 
 
+def _own(place: Place) -> tuple[Place, bool]:
+    """Return the place without what the environment says of another, and whether an option names the directory."""
+    if place.state is None or str(place.state) == os.environ.get("POSTROOM_STATE"):
+        return place, False
+    others = {os.environ.get(name) for name in _OF_ANOTHER}
+    return place._replace(**{name: None for name, value in place._asdict().items() if str(value) in others}), True
+
+
 async def _look_at_up(place: Place, sight: Sight) -> Place:
     """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
+    place, named = _own(place)
     layout = Layout.of(place.state)
     elsewhere = place.url is not None or place.socket is not None or _find_socket() is not None
     try:
@@ -163,10 +173,10 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
             what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]
             sight.troubles.append(Trouble(row["process"], what, help_, "down"))
     if supervisor is None:
-        return place
+        return place._replace(socket=place.socket or layout.socket) if named else place
     return Place(
         layout.state,
-        place.socket or (None if os.environ.get("POSTROOM_SOCKET") else layout.socket),
+        place.socket or (None if os.environ.get("POSTROOM_SOCKET") and not named else layout.socket),
         place.url or stack.broker.url,
         place.token_file or layout.admin_token_file,
     )

@@ -53,7 +53,8 @@ def status(
 ) -> None:
     """Show how daemons, brokers, workers and consumers are, what is wrong first, with the command that helps.
 
-    It asks the daemon of this machine, the broker, and what `postroom up` started, as far as there are any.
+    It asks the daemon of this machine, the broker, and what `postroom up` started, as far as there are any; with
+    --state what `postroom up` started there alone, whatever the environment says.
 
     Exit code 69: something does not run or cannot be asked; 1: something else is wrong, or waits for an operator, as
     dead rows and dead letters do; 0: all is well.

@@ -25,7 +25,7 @@ State = Annotated[
         "--state",
         metavar="DIR",
         envvar="POSTROOM_STATE",
-        help="Keep everything below DIR [default: in the XDG state directory].",
+        help="Where everything is kept [default: in the XDG state directory].",
         show_default=False,
     ),
 ]

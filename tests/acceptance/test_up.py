@@ -141,9 +141,21 @@ def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     assert all(rows[name]["pid"] == process.pid for name, process in pids(stack).items() if process)
     assert rows["daemon"]["backlog"] == {"pending": 0, "inflight": 0, "dead": 0}
     assert "@" not in rows["nats"]["address"]  # no password
-    assert set(rows["worker"]["backlog"]) == {f"unpublished {source}" for source in ("events", "deliveries", "letters")}
+    sources = ("events", "deliveries", "letters", "replays")
+    assert set(rows["worker"]["backlog"]) == {f"unpublished {source}" for source in sources}
     assert rows["nats"]["backlog"] == {"dead in DEMO_DLQ": 0}
     assert rows["postgres"]["backlog"] == {"running jobs": 0, "failed jobs": 0, "steps that no worker knows": 0}
+
+
+@pytest.mark.parametrize("verb", [("status", "--json"), ("top", "--count", "1")])
+def test_a_state_that_is_named_is_looked_at_alone_whatever_the_environment_says(
+    stack: Stack, verb: tuple[str, ...]
+) -> None:
+    another = dict.fromkeys(VARIABLES, "/nowhere") | {"POSTROOM_BROKER_URL": "http://127.0.0.1:1"}
+    done = run(*verb, "--state", str(stack.layout.state), environ=another)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nowhere" not in done.stdout
+    assert verb[0] == "status" or done.stdout.endswith("wrong 0\n")
 
 
 def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> None:
