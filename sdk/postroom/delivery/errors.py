@@ -84,6 +84,15 @@ def too_large(doing: str) -> InvalidMessage:
     return InvalidMessage.of("payload_too_large", detail)
 
 
+def subjects_absent(name: str, stream: str, subjects: list[str], has: list[str]) -> NotFound:
+    """Refuse a new consumer of subjects that no message of its stream can have."""
+    detail = (
+        f"declaring the consumer {name}: the stream {stream} has no subject that {', '.join(subjects)} could be, only "
+        f"{', '.join(has)}: correct filter_subjects, or declare the stream with it"
+    )
+    return NotFound.of("subject_not_found", detail)
+
+
 def would_lose(diff: str, consumer: str | None = None) -> Conflict:
     """Refuse to change a stream, or the `consumer` of that id, where messages could be lost."""
     way = "do it by hand" if consumer is None else f"first delete it: `postroom consumer delete {consumer}`"

@@ -28,7 +28,15 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, NotFoundError
 
-from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_overlap, subjects_taken, would_lose
+from postroom.delivery.errors import (
+    NATS_ERRORS,
+    from_nats,
+    name_taken,
+    subjects_absent,
+    subjects_overlap,
+    subjects_taken,
+    would_lose,
+)
 from postroom.delivery.nats import ask_api
 from postroom.delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
 from postroom.delivery.subjects import stream_name
@@ -157,7 +165,8 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
 
     A filter that becomes wider adds only what is published from then on, since a durable never goes back. Raises
     `Conflict` with the difference where messages would be lost, and, as retryable, where the filter is another one and
-    a program consumes under the name right now; `NotFound` without the stream.
+    a program consumes under the name right now; `NotFound` without the stream, and where a new consumer filters for
+    what no message of the stream can have.
     """
     name = f"{settings.stream}/{settings.durable}"
     wanted = _consumer_config(settings)
@@ -197,6 +206,11 @@ async def refuse_left_behind(
 
 
 async def _create_consumer(js: JetStreamContext, stream: str, wanted: ConsumerConfig) -> None:
+    declared = (await js.stream_info(stream)).config
+    has = declared.subjects or ()
+    absent = [each for each in wanted.filter_subjects or () if not any(overlap(each, subject) for subject in has)]
+    if absent and not (declared.mirror or declared.sources):  # which have subjects of other streams
+        raise subjects_absent(f"{stream}/{wanted.durable_name}", stream, absent, sorted(has))
     try:
         await js.add_consumer(stream, wanted)
     except APIError as error:

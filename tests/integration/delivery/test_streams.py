@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
-from nats.js.api import RetentionPolicy
+from nats.js.api import RetentionPolicy, StreamSource
 from nats.js.errors import NotFoundError
 from support.jetstream import Context, Script
 from support.waiting import until_so
@@ -163,6 +163,25 @@ async def test_a_consumer_that_somebody_made_otherwise_is_refused(context: Conte
 async def test_a_consumer_of_no_stream_says_so(context: Context):
     with pytest.raises(NotFound, match="no such stream"):
         await ensure_consumer(context.js, ConsumerSettings(stream="NOBODYS", durable="x"))
+
+
+async def test_a_new_consumer_with_a_filter_that_no_message_of_its_stream_has_is_told_so(context: Context):
+    filters = [context.subject, "orders", f"{context.name}.event"]
+    with pytest.raises(NotFound, match=rf"has no subject that orders, {context.name}.event could be, only ") as caught:
+        await ensure_consumer(context.js, context.settings(filter_subjects=filters))
+    assert caught.value.code == "subject_not_found"
+    with pytest.raises(NotFoundError):
+        await context.js.consumer_info(context.events, context.settings().durable)
+
+
+async def test_a_consumer_of_a_mirror_may_filter_for_any_subject(context: Context):
+    mirror = f"{context.events}_MIRROR"
+    await context.js.add_stream(name=mirror, mirror=StreamSource(name=context.events))
+    try:
+        wanted = context.settings(stream=mirror, filter_subjects=[context.subject])
+        assert (await ensure_consumer(context.js, wanted)).action == "created"
+    finally:
+        await context.js.delete_stream(mirror)
 
 
 async def test_a_stream_larger_than_the_disk_says_what_to_do(context: Context, stream: StreamSettings):
