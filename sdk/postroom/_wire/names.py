@@ -48,6 +48,7 @@ SUBJECTS: Final = Rule(  # of NATS: one subject, or a pattern for several
     re.compile(r"(?:(?:[^\s.*>\x00-\x1f\x7f]+|\*)\.)*(?:[^\s.*>\x00-\x1f\x7f]+|\*|>)"),
     "words joined by dots, `*` for any one word, a last `>` for one or more",
 )
+STREAM: Final = Rule(re.compile("[A-Za-z0-9_-]{1,64}"), "1 to 64 letters, digits, `_` and `-`")  # or its consumer
 REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
 MESSAGE_ID: Final = Rule(CLIENT_MESSAGE_ID, ID_RULE)
 FINGERPRINT: Final = Rule(re.compile("[0-9a-f]{64}"), "a sha-256 in 64 lower-case hex digits")
@@ -77,7 +78,7 @@ def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], na
 def in_words(sentence: str) -> str:
     """State the rule in words where msgspec's `sentence` shows its pattern."""
     for what, rule in (
-        *(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE)),
+        *(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE, STREAM)),
         ("a subject: ", SUBJECTS),
         *(("", rule) for rule in (REASON, MESSAGE_ID, FINGERPRINT, TRACE, URL)),
     ):

@@ -70,13 +70,15 @@ def load(
     prefix: str,
     environ: Mapping[str, str] = os.environ,
     shared: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> C:
     """Decode `file` (or nothing) and the variables `<prefix><PATH>` into `config`.
 
     A list is given in the environment as comma-separated words. `shared` maps variables of all programs, as `postroom
     up` writes them, to the setting (`NATS_URL`) that each is the default of where neither the file nor the program's
-    own variable has it: what a user sets wins over what is inherited. Raises `Fatal` (78) with the path of what is
-    wrong, and the variable or the file that says it.
+    own variable has it: what a user sets wins over what is inherited. `options` maps the variables that options of the
+    command line were put into to these. Raises `Fatal` (78) with the path of what is wrong, and the variable or the
+    file that says it; (2) with the option.
     """
     names = {setting.variable("") for setting in settings(config)}
     for variable in environ:  # refuse one that is nearly a setting's; any other belongs to another program
@@ -105,7 +107,10 @@ def load(
         return msgspec.convert(tree, config, dec_hook=_decode)
     except msgspec.ValidationError as error:
         field, sentence = shape_fault(error, config)
-        where = variables.get((field or "").partition("[")[0], file or "environment")
+        variable = variables.get((field or "").partition("[")[0], "")
+        if option := (options or {}).get(variable):
+            raise Fatal(Exit.USAGE, f"{option}: {sentence.removeprefix(f'{field}: ')}") from error
+        where = variable or file or "environment"
         raise Fatal(Exit.CONFIG, f"{where}: {sentence}") from error
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from postroom._wire.names import SUBJECTS
+from postroom._wire.names import STREAM, SUBJECTS
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.config import MAX_SECONDS, SECRET, ConnectSeconds, Days, Seconds
 from postroom.chassis.exits import Exit, Fatal
@@ -27,7 +27,7 @@ _OF_BYTES: Final = "size at which the oldest messages are deleted, in bytes"
 _OF_REPLICAS: Final = Meta(description="number of servers of a cluster that keep a copy")
 _OF_WINDOW: Final = Meta(description="how long a second publish of the same message id is dropped, in seconds")
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, Meta(pattern=STREAM.schema)]
 Subjects = Annotated[str, Meta(pattern=SUBJECTS.schema)]
 Retention = Literal["limits", "workqueue", "interest"]
 AnswerSeconds = Annotated[

@@ -49,6 +49,14 @@ AGENT_PREFIX: Final = "POSTROOM_AGENT_"
 
 _NATS_URL: Final = "POSTROOM_NATS_URL"  # `postroom up` writes these, for every verb
 _DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
+_DIRECT: Final = {  # settings of a consumer without a config, and the option that each is put into
+    "CONTEXT": "--context",
+    "CONSUMER_STREAM": "--stream",
+    "CONSUMER_DURABLE": "--name",
+    "CONSUMER_FILTER_SUBJECTS": "--subject",
+    "HANDLER_URL": "--handler",
+    "HANDLER_SECRET_FILE": "--secret-file",
+}
 _WORKER_SHARED: Final = {_DATABASE_URL: "DATABASE_URL", _NATS_URL: "NATS_URL"}
 _AGENT_SHARED: Final = {_NATS_URL: "NATS_URL", "POSTROOM_MESH": "TENANT"}
 
@@ -281,9 +289,11 @@ def load_config(
     return config
 
 
-def load_consumer_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> ConsumerConfig:
-    """Read and check the config of a consumer's process; raises `Fatal` (78) with the path of what is wrong."""
-    config = load(ConsumerConfig, file, prefix=CONSUMER_PREFIX, environ=environ)
+def load_consumer_config(
+    file: Path | None, environ: Mapping[str, str] = os.environ, options: Mapping[str, str] | None = None
+) -> ConsumerConfig:
+    """Read and check the config of a consumer's process; raises `Fatal` as `load` does."""
+    config = load(ConsumerConfig, file, prefix=CONSUMER_PREFIX, environ=environ, options=options)
     _check_consumer(config)
     return config
 
@@ -300,7 +310,7 @@ def direct_config(
 ) -> ConsumerConfig:
     """Make the config of the consumer `name` of a context's events, with the servers of the environment.
 
-    Raises `Fatal` (78) with what is missing or wrong.
+    Raises `Fatal` (2) with the option whose value is wrong, (78) with what else is wrong or missing.
     """
     for variable in (_NATS_URL, _DATABASE_URL):
         if not environ.get(variable):
@@ -308,7 +318,7 @@ def direct_config(
     try:
         stream = stream or stream_name(context, "events")
     except InvalidMessage as error:
-        raise Fatal(Exit.CONFIG, str(error)) from error
+        raise Fatal(Exit.USAGE, f"--context: {error}") from error
     given = {
         "CONTEXT": context,
         "DATABASE_URL": environ[_DATABASE_URL],
@@ -321,7 +331,8 @@ def direct_config(
     if secret_file is not None:
         given["HANDLER_SECRET_FILE"] = str(secret_file)
     variables = {CONSUMER_PREFIX + key: value for key, value in given.items()}
-    return load_consumer_config(None, {**environ, **variables})
+    options = {CONSUMER_PREFIX + key: option for key, option in _DIRECT.items()}
+    return load_consumer_config(None, {**environ, **variables}, options)
 
 
 def load_agent_config(
@@ -331,10 +342,12 @@ def load_agent_config(
     workspace: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> AgentConfig:
-    """Read and check the config of an agent's process; arguments override it. Raises `Fatal` (78)."""
+    """Read and check the config of an agent's process; arguments override it. Raises `Fatal` as `load` does."""
     passed = {"TENANT": tenant, "WORKSPACE": workspace}
     given = {AGENT_PREFIX + key: value for key, value in passed.items() if value is not None}
-    config = load(AgentConfig, file, prefix=AGENT_PREFIX, environ={**environ, **given}, shared=_AGENT_SHARED)
+    options = {variable: f"--{variable.removeprefix(AGENT_PREFIX).lower()}" for variable in given}
+    environ = {**environ, **given}
+    config = load(AgentConfig, file, prefix=AGENT_PREFIX, environ=environ, shared=_AGENT_SHARED, options=options)
     _check_agent(config)
     return config
 

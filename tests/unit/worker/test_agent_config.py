@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.chassis.exits import Fatal
+from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings
 from postroom.worker.config import AgentConfig, state_directory
 from postroom.worker.config import load_agent_config as load_config
@@ -43,6 +43,16 @@ def test_what_may_have_to_be_published_again_must_be_kept():
     }
     with pytest.raises(Fatal, match=r"agent.keep_days \(6\) is shorter than agent.horizon_days \(7\)"):
         load_config(None, environ=environ)
+
+
+@pytest.mark.parametrize("option", ["tenant", "workspace"])
+def test_an_option_whose_value_is_wrong_is_named(option: str):
+    with pytest.raises(Fatal, match=f"^--{option}: Expected a name: ") as refused:
+        load_config(None, **{option: "Shop floor"}, environ=SURROUNDINGS)
+    assert refused.value.exit_code == Exit.USAGE
+    with pytest.raises(Fatal, match=f"^POSTROOM_AGENT_{option.upper()}: {option}: Expected a name: ") as refused:
+        load_config(None, environ=SURROUNDINGS | {f"POSTROOM_AGENT_{option.upper()}": "Shop floor"})
+    assert refused.value.exit_code == Exit.CONFIG
 
 
 SURROUNDINGS = {"POSTROOM_NATS_URL": "nats://of-the-stack", "POSTROOM_MESH": "of_the_stack"}

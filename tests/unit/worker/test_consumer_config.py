@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,13 +65,29 @@ def test_requests_can_be_signed() -> None:
     assert config.handler.secret_file == Path("/run/secret")
 
 
-@pytest.mark.parametrize(
-    ("context", "environ"), [("Demo", SERVERS), ("demo", {}), ("demo", {**SERVERS, "POSTROOM_NATS_URL": ""})]
-)
-def test_what_is_missing_or_wrong_is_refused(context: str, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("environ", [{}, {**SERVERS, "POSTROOM_NATS_URL": ""}])
+def test_what_is_missing_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(Fatal) as refused:
-        direct_config(context=context, name="orders", handler="http://host/", environ=environ)
+        direct_config(context="demo", name="orders", handler="http://host/", environ=environ)
     assert refused.value.exit_code == Exit.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"context": "Demo"}, "--context: the context 'Demo' is not snake_case: a lower-case letter, then"),
+        ({"context": "Demo", "stream": "S"}, "--context: Expected a name: a lower-case letter, then"),
+        ({"name": "new orders"}, "--name: Expected a name: 1 to 64 letters, digits, `_` and `-`"),
+        ({"name": "orders\n"}, "--name: Expected a name: "),
+        ({"stream": "of orders"}, "--stream: Expected a name: "),
+        ({"subjects": ["demo.event.>", "demo event"]}, "--subject: Expected a subject: words joined by dots"),
+    ],
+)
+def test_an_option_whose_value_is_wrong_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(Fatal) as refused:
+        direct_config(**{"context": "demo", "name": "orders", "handler": "http://host/", "environ": SERVERS} | wrong)
+    assert str(refused.value).startswith(said)
+    assert refused.value.exit_code == Exit.USAGE
 
 
 @pytest.mark.parametrize("subject", ["demo.event.", "demo.*event", "demo event", ">.event"])
