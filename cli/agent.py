@@ -100,12 +100,12 @@ def verify(
     json_line(found) if as_json else fields(found.items())
     if altered is not None:
         raise Fatal(Exit.FAILED, f"{database} was altered at {verified.why}: put a copy from before in its place")
-    if not as_json:
-        line("ok")
     if expected is not None and expected.lower() != state_hash:
         raise Fatal(
             Exit.FAILED, f"{database} is sound, but its state hash is not {expected}: check which store that hash is of"
         )
+    if not as_json:
+        line("ok")
 
 
 @app.command()

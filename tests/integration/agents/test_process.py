@@ -244,6 +244,7 @@ async def test_another_hash_than_the_expected_one_is_a_failure(command_line: Com
     verified = await command_line.run("verify", AGENT, "--hash", "00" * 31 + "01")
     assert verified.code == 1
     assert "its state hash is not" in verified.said
+    assert "ok" not in verified.output.splitlines()
 
 
 @pytest.mark.parametrize(
