@@ -93,8 +93,11 @@ def send(
         raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
     _check_prefix(id_prefix)
     common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]
-    if ndjson and file is None:
-        file = Path("-")
+    if ndjson:
+        to = None if (to, body, file) == ("-", None, None) else to  # `-` without TO: standard input
+        if to is not None or body is not None or common != Common():
+            raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
+        file = file or Path("-")
     if sum(given is not None for given in (body, file, body_file)) != 1:
         raise Fatal(Exit.USAGE, "give one of BODY, `-` (a message per line of standard input), --file and --body-file")
     source = Path("-") if body == "-" else file
@@ -106,8 +109,6 @@ def send(
         return
     _refuse_options("one message", "many lines", id=client_message_id, wait=wait or None)
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
-    if ndjson and (to is not None or common != Common()):
-        raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
     stream = open_source(source)
     with closing(stream.raw), ExitStack() as opened:  # closing the buffer, which a thread reads, waits for a line
         refused = None if errors is None else opened.enter_context(emptied(errors, stream))

@@ -151,6 +151,17 @@ def test_ndjson_lines_say_everything_themselves(terminal: Terminal) -> None:
     assert terminal.run("outbox", "inspect", "p-000000002").code == 0
 
 
+@pytest.mark.parametrize("line", [("--ndjson", "-"), ("-", "--ndjson"), ("--ndjson", "--file", "-")])
+def test_ndjson_is_read_from_standard_input_however_that_is_named(terminal: Terminal, line: tuple[str, ...]) -> None:
+    sent = terminal.run("send", *line, stdin=b'{"to":"dm:bob"}\n')
+    assert (sent.code, sent.out) == (0, "1 queued, 0 duplicates, 0 failed\n"), sent.err
+
+
+@pytest.mark.parametrize("line", [("topic:orders", "-"), ("topic:orders",), ("-", "x"), ("-", "--file", "-")])
+def test_ndjson_beside_a_destination_or_a_second_source_is_explained(terminal: Terminal, line: tuple[str, ...]) -> None:
+    assert "--ndjson each line is a whole message" in terminal.run("send", "--ndjson", *line).sentence()
+
+
 def test_failed_lines_are_named_and_the_others_sent(terminal: Terminal, daemon: LoneDaemon) -> None:
     lines = [
         b'{"to":"topic:orders"}',
