@@ -35,8 +35,9 @@ from outbox.transaction import room_of
 from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import Envelope, check_envelope
 from postroom._wire.sql import load_queries
-from postroom.chassis import ownership, sqlite, store, wal
+from postroom.chassis import sqlite, store, wal
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import create_private, hand_over, refuse_link, sync, why_refused
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
@@ -172,7 +173,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         now = clock()
         source = file.path
         if file.log_alone and file.damaged is None:
-            ownership.create_private(source)  # where it is missing: the log has rows, and is set aside with it
+            create_private(source)  # where it is missing: the log has rows, and is set aside with it
         is_older = not source.exists() and not cut_short
         if not source.exists():  # the file that was set aside has the rows, and its log may still be here
             if file.damaged is None:
@@ -186,7 +187,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
             cut_short = True
             recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
-        ownership.sync(file.path.parent)
+        sync(file.path.parent)
         saved = True
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
@@ -216,16 +217,16 @@ def _salvage(source: Path, fresh: Path, now: int, *, is_older: bool) -> Recovery
     """Fill a new file next to the database, until it is whole and on disk; `is_older` than what was lost."""
     try:
         for part in sqlite.PARTS:
-            ownership.refuse_link(Path(f"{source}{part}"))
+            refuse_link(Path(f"{source}{part}"))
     except OSError as error:
-        why = ownership.why_refused(error, "check the state directory")
+        why = why_refused(error, "check the state directory")
         raise Fatal(Exit.CONFIG, f"cannot recover {source}: {why}") from error
     with contextlib.closing(Pages(source)) as pages:
         _refuse_later(pages, source)
         store.remove(fresh)  # of a recovery that was cut short
         created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:  # as its directory's owner's: root may recover the outbox of a daemon
-            ownership.hand_over(created, fresh.parent)
+            hand_over(created, fresh.parent)
         finally:
             os.close(created)
         with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new:
@@ -235,7 +236,7 @@ def _salvage(source: Path, fresh: Path, now: int, *, is_older: bool) -> Recovery
             recovery = _Salvage(pages, new, now).run(source, is_older=is_older)
             new.execute(sqlite.QUERIES["commit"])
             new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
-    ownership.sync(fresh)
+    sync(fresh)
     return recovery
 
 
