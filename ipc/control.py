@@ -43,7 +43,8 @@ async def health_of(services: Services) -> Health:
     if relay.degraded:
         reasons.append(f"the relay makes no progress: {relay.reason}")
     if counts.due_ms > services.late_seconds * 1000:
-        why = relay.reason or f"the relay is {relay.state}"
+        paused = counted(len(relay.paused_destinations), "paused destination")
+        why = relay.reason or f"the relay is {relay.state}" + f", with {paused}" * bool(relay.paused_destinations)
         reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
     if missing.rows:
         pruned = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(

@@ -258,6 +258,9 @@ async def test_health_says_when_what_is_due_has_waited_for_too_long(open_room: A
         pass
     assert health["reasons"] == ["a message that is due has waited for 0 s: the relay is paused"]
     assert (await patient.request("GET", "/v1/health")).json["status"] == "ok"
+    hasty.relay.now = RelayStatus(state="relaying", paused_destinations=["topic:a"])
+    (reason,) = (await hasty.request("GET", "/v1/health")).json["reasons"]
+    assert reason.endswith(": the relay is relaying, with 1 paused destination")
 
 
 async def test_health_says_when_the_outbox_fills_up(open_room: Any) -> None:
