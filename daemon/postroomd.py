@@ -10,6 +10,7 @@ is stuck, starves it, and systemd restarts the daemon.
 
 import asyncio
 import shutil
+import time
 from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
@@ -127,6 +128,7 @@ class Postroomd:
                     accept_lost_ids=accept_lost_ids,
                     earliest=_installed(config),
                     look_up=link.accepted,
+                    steady_clock=lambda: time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000,
                 )
             )
             address = str(inherited[0].getsockname() if inherited else socket_path(config))

@@ -102,11 +102,14 @@ class Outbox(reader.Reader):
         earliest: int = 0,
         new_ids: Callable[[int], list[str]] = new_ids,
         look_up: operations.LookUp | None = None,
+        steady_clock: Callable[[], int] | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
-        `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `look_up` asks the
-        broker for rows that it did not answer for. Raises `Fatal`: 69 where another process owns the directory, 78 for
+        `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `steady_clock`
+        returns ms too, and nobody sets it: where it is given, no row that was accepted since this start, and may not
+        have reached the broker, is older than the start. `look_up` asks the broker for rows that it did not answer for.
+        Raises `Fatal`: 69 where another process owns the directory, 78 for
         a file that is damaged or was set aside (it names `postroom outbox recover`), that is missing beside its log,
         that was recovered with rows missing, unless `accept_lost_ids` is given once, or that is newer than the program,
         75 or 74 while the disk is full or fails.
@@ -114,7 +117,12 @@ class Outbox(reader.Reader):
         settings = settings or OutboxSettings()
         walked = relay.WalkedPast()
         transactor = writer.Transactor(
-            clock=clock, earliest=earliest, new_ids=new_ids, max_bytes=settings.max_bytes, walked=walked
+            clock=clock,
+            steady_clock=steady_clock or clock,
+            earliest=earliest,
+            new_ids=new_ids,
+            max_bytes=settings.max_bytes,
+            walked=walked,
         )
 
         def prepare(db: sqlite3.Connection) -> None:
@@ -228,7 +236,7 @@ class Outbox(reader.Reader):
             size += result.size
         if not excluded and not result.more:
             self._drained_at = now
-        return await self.claimed(seqs) if seqs else []
+        return await self.claimed(seqs, self._transactor.own()) if seqs else []
 
     async def _claim(self, claim: relay.Claim) -> relay.ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
@@ -261,7 +269,8 @@ class Outbox(reader.Reader):
         """
         total, places = 0, dict.fromkeys(LANES, 0)
         while places:
-            expire = Step(partial(relay.expire, before_ms, _EXPIRY_CHUNK, places), rows=_EXPIRY_CHUNK * len(places))
+            work = partial(relay.expire, before_ms, _EXPIRY_CHUNK, places, self._transactor.own())
+            expire = Step(work, rows=_EXPIRY_CHUNK * len(places))
             ids, places = await self._store.submit(expire)
             self._watchers.settled(ids)
             total += len(ids)

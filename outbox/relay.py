@@ -57,6 +57,16 @@ class WalkedPast:
         self._after.clear()
 
 
+class Own(NamedTuple):
+    """The rows that this process has accepted: none of them is older than it, whatever the clock said at the time.
+
+    A row of which a post got no answer is as old as it says: the broker may have forgotten its id since.
+    """
+
+    after: str  # ids of rows grow; theirs are greater than this
+    since: int  # ms since the epoch, by the clock as it is now
+
+
 class Claim(NamedTuple):
     """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least `least`."""
 
@@ -166,7 +176,7 @@ def settle(settlements: Sequence[Settlement], walked: WalkedPast, post: Post | N
 
 
 def expire(
-    before: int, scan: int, places: Mapping[int, int], transaction: Transaction
+    before: int, scan: int, places: Mapping[int, int], own: Own, transaction: Transaction
 ) -> tuple[list[str], dict[int, int]]:
     """Give up the rows that were due before a moment (ms since the epoch) among the next `scan` rows of each lane.
 
@@ -177,7 +187,8 @@ def expire(
     ids: list[str] = []
     onward: dict[int, int] = {}
     for lane, after in places.items():
-        parameters = {"lane": lane, "before": before, "after": after, "scan": scan}
+        place = {"lane": lane, "before": before, "after": after, "scan": scan}
+        parameters = {**place, "own_after": own.after, "own_since": own.since}
         expired, last = transaction.db.execute(_QUERIES["expired"], parameters).fetchone()
         ids += _decode_ids(expired)
         if last is not None:
@@ -203,9 +214,10 @@ def reclaim(transaction: Transaction) -> None:
     transaction.changed("inflight", "pending", changed)
 
 
-def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow]:
+def read_claimed(seqs: Sequence[int], own: Own, db: sqlite3.Connection) -> list[ClaimedRow]:
     """Return the rows that a claim took, in its order; runs on the thread of any connection."""
-    (found,) = db.execute(_QUERIES["taken"], (_encode(seqs).decode(),)).fetchone()
+    parameters = {"seqs": _encode(seqs).decode(), "own_after": own.after, "own_since": own.since}
+    (found,) = db.execute(_QUERIES["taken"], parameters).fetchone()
     return [
         ClaimedRow(row_id, name, bytes.fromhex(fingerprint), bytes(payload), to, attempts, age_from, not_before)
         for row_id, name, fingerprint, payload, to, attempts, age_from, not_before in _decode_claimed(found)

@@ -23,7 +23,7 @@ from typing import Any, Final
 import structlog
 
 from outbox.accept import Accept, accept_group
-from outbox.relay import WalkedPast, shorten_waits
+from outbox.relay import Own, WalkedPast, shorten_waits
 from outbox.settled import following, last_id, prune, read_salt
 from outbox.transaction import Operation, Space, Step, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store
@@ -131,13 +131,16 @@ class Transactor(store.Transactor):
         self,
         *,
         clock: Callable[[], int],
+        steady_clock: Callable[[], int],
         earliest: int,
         new_ids: Callable[[int], list[str]],
         max_bytes: int,
         walked: WalkedPast,
     ) -> None:
         super().__init__()
-        self._clock = clock
+        self._clock, self._steady_clock = clock, steady_clock
+        self._started = steady_clock()
+        self._before = ""  # the id of the last row before this start
         self._new_ids = new_ids
         self._max_bytes = max_bytes
         self._walked = walked
@@ -156,9 +159,13 @@ class Transactor(store.Transactor):
     def start(self, db: sqlite3.Connection) -> None:
         """Read the state of the file, before everything else."""
         self._salt = read_salt(db)
-        self._last_id = last_id(db)
+        self._last_id = self._before = last_id(db)
         self._dated = max(self._dated, last_dated(db))
         self.space = read_space(db)
+
+    def own(self) -> Own:
+        """Return which rows were accepted since the start, and when that was by the clock as it is now."""
+        return Own(self._before, self._clock() - (self._steady_clock() - self._started))
 
     def confirm_clock(self) -> None:
         """Date new rows by the clock until it is set back: a trusted source of the time has agreed with it."""

@@ -54,9 +54,11 @@ WHERE seq IN (SELECT value FROM json_each(?));
 SELECT CAST('[' || coalesce(group_concat(
            '["' || outbox.id || '","' || client_message_id || '","' || hex(request_fingerprint) || '",'
            || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ','
-           || max(enqueued_at, coalesce(not_before, 0)) || ',' || coalesce(not_before, 0) || ']'
+           || max(enqueued_at, coalesce(not_before, 0),
+                  iif(outbox.id > :own_after AND unanswered_at IS NULL, :own_since, 0))
+           || ',' || coalesce(not_before, 0) || ']'
        ), '') || ']' AS BLOB)
-FROM json_each(?) AS chosen
+FROM json_each(:seqs) AS chosen
 CROSS JOIN outbox ON outbox.seq = chosen.value
 CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 
@@ -131,9 +133,12 @@ WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
 -- name: expired
 -- Those of the next `scan` rows of a lane that were both enqueued and meant to go before `before`, as a JSON array of
 -- ids; and the last of the stretch, where older rows than that may follow it.
-SELECT json_group_array(id) FILTER (WHERE max(enqueued_at, coalesce(not_before, 0)) < :before),
+SELECT json_group_array(id) FILTER (
+           WHERE max(enqueued_at, coalesce(not_before, 0),
+                     iif(id > :own_after AND unanswered_at IS NULL, :own_since, 0)) < :before),
        CASE WHEN count(*) = :scan AND min(enqueued_at) < :before THEN max(seq) END
-FROM (SELECT seq, id, enqueued_at, not_before FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan);
+FROM (SELECT seq, id, enqueued_at, not_before, unanswered_at FROM outbox
+      WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan);
 
 -- name: expire
 -- Give these pending rows up.

@@ -188,6 +188,10 @@ class FastClock:
     def now_ms(self) -> int:
         return self._offset + round((time.monotonic() - self._start) * 1000 * self.speed)
 
+    def steady_ms(self) -> int:
+        """Return how long it has run, whatever it was set to; without it a jump is time that has passed."""
+        return round((time.monotonic() - self._start) * 1000 * self.speed)
+
     def jump(self, hours: float) -> None:
         self._offset += round(hours * 3_600_000)
 
@@ -244,6 +248,7 @@ async def station(
         link: dict[str, Any] | None = None,
         name: str = "state",
         earliest: int = 0,
+        steady: bool = False,
         **settings: Any,
     ) -> Station:
         clock = FastClock(speed)
@@ -252,7 +257,13 @@ async def station(
         directory.mkdir(exist_ok=True)
         broker_settings = BrokerClientSettings(**{"url": url, "token_file": token_file, **(link or {})})
         broker = BrokerLink(broker_settings, clock=clock.now_ms)
-        outbox = await Outbox.open(directory, clock=clock.now_ms, earliest=earliest, look_up=broker.accepted)
+        outbox = await Outbox.open(
+            directory,
+            clock=clock.now_ms,
+            earliest=earliest,
+            look_up=broker.accepted,
+            steady_clock=clock.steady_ms if steady else None,
+        )
         relay = Relay(
             outbox,
             broker,

@@ -208,6 +208,19 @@ async def test_a_first_start_with_a_clock_years_behind_dates_rows_no_earlier_tha
     assert {row.status for row in await here.settled("first", "second")} == {"done"}
 
 
+async def test_what_a_host_accepts_before_its_clock_is_set_does_not_expire_when_it_is(
+    scripted_broker, station, answers
+):
+    """It was off for longer than max_age, and its clock goes on where it stopped; so does the date of the last row."""
+    here = await station(scripted_broker.url, steady=True)
+    here.clock.jump(-FORTY_DAYS)
+    await here.send("first", "second")
+    here.clock.jump(FORTY_DAYS)
+    await sent(scripted_broker, answers)
+    here.run()
+    assert {row.status for row in await here.settled("first", "second")} == {"done"}
+
+
 @pytest.mark.parametrize("hours", [YEARS, -YEARS])
 async def test_the_time_to_delete_by_waits_for_an_answer_that_agrees_with_the_clock(scripted_broker, station, hours):
     here = await station(scripted_broker.url)

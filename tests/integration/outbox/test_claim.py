@@ -237,7 +237,17 @@ async def test_a_waiting_row_ends_the_wait_when_its_time_comes(outbox: Outbox, c
 async def test_a_claim_reads_ranges_of_indexes_and_never_the_whole_table(outbox: Outbox, database: Path) -> None:
     await accepted(outbox, send())
     queries = relay._QUERIES
-    values = {"lane": 1, "after": 0, "limit": 5, "scan": 5, "excluded": "[]", "now": 0, "before": 0}
+    values = {
+        "lane": 1,
+        "after": 0,
+        "limit": 5,
+        "scan": 5,
+        "excluded": "[]",
+        "now": 0,
+        "before": 0,
+        "own_after": "",
+        "own_since": 0,
+    }
     with opened(database) as db:
         for name in ("wake", "next_due", "candidates", "candidates_elsewhere", "scanned", "expired"):
             plan = [line[3] for line in db.execute(f"EXPLAIN QUERY PLAN {queries[name]}", values)]

@@ -214,6 +214,25 @@ async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -
     assert (await found(outbox, "young")).status == "pending"
 
 
+async def test_a_row_is_no_older_than_the_process_that_accepted_it_unless_a_post_of_it_got_no_answer(
+    state: Path, clock: Clock
+) -> None:
+    now, day = clock(), 24 * 3_600_000
+    async with await Outbox.open(state, clock=clock, steady_clock=lambda: 0) as outbox:
+        await accepted(outbox, send("earlier"))
+    async with await Outbox.open(state, clock=clock, steady_clock=lambda: 0) as outbox:
+        await accepted(outbox, send("unanswered"), send("waits"))
+        _, unanswered, waits = await outbox.claim()
+        await outbox.settle([retry(unanswered.row_id)._replace(answered=False), retry(waits.row_id)])
+        clock.forward(40 * 24 * 3600)  # it was behind, and is set; no time has passed
+        assert [row.age_from for row in await outbox.claim()] == [now, now + 40 * day]
+        await outbox.settle([retry(row.row_id)._replace(answered=None) for row in (unanswered, waits)])
+        assert await outbox.expire(now + 13 * day) == 1
+        assert [(await outbox.row(name)).status for name in ("unanswered", "waits")] == ["dead", "pending"]
+    async with await Outbox.open(state, clock=clock, steady_clock=lambda: 0) as outbox:
+        assert await outbox.expire(now + 13 * day) == 2
+
+
 @pytest.mark.parametrize("claimed", [False, True])
 async def test_whether_the_broker_has_a_row_that_expired_unanswered_stays_unknown(
     outbox: Outbox, *, claimed: bool
