@@ -18,10 +18,10 @@ from support.post import PostOffice
 from support.write_jobs import cancel, completions, holding, in_database, shown
 
 from postroom import Client, Conflict, InvalidMessage, PostroomError
-from postroom._wire.spark import SparkTask
+from postroom._wire.spark import SparkTask, partition_id
 from postroom.ledger.operations import start
 from postroom.ledger.primitives import Start
-from postroom.spark.jobs import Counts, JobOfWrite
+from postroom.spark.jobs import Counts, JobOfWrite, answer
 from postroom.spark.options import WritePlan, plan_write
 from postroom.spark.sink import post as send
 
@@ -30,8 +30,8 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE application_name = 'postroom-spark' AND datname = current_database()
 """
 COUNT_UP = "UPDATE ledger.activity SET ledger = 999100000000000 WHERE job_id = $1"
-SENT = {"partitions": 3, "accepted": 30, "duplicate": 0, "conflict": 0}
-SENT_AGAIN = {"partitions": 2, "accepted": 0, "duplicate": 30, "conflict": 0}
+SENT = {"partitions": 3, "accepted": 30, "duplicate": 0, "conflict": 0, "refused": 0}
+SENT_AGAIN = {"partitions": 2, "accepted": 0, "duplicate": 30, "conflict": 0, "refused": 0}
 
 
 def test_a_write_is_a_job_of_its_partitions_and_completes_once_however_often_it_runs(
@@ -74,6 +74,29 @@ def test_a_write_that_fails_leaves_its_job_running_with_the_reason_and_goes_on_w
     assert "order_id=7" in str(one_refused.activities[0].error)
     assert [(each.state, each.error) for each in shown(post.database_url, job).activities] == [("done", None)] * 4
     assert [result["conflict"] for result in completions(post.database_url, job)] == [1]
+
+
+def test_the_completion_counts_the_rows_that_were_refused_apart_from_the_conflicts(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    job = uuid4()
+    orders = spark.range(4, numPartitions=2).selectExpr("id AS order_id", "if(id = 1, 'urgent', 'low') AS speed")
+    write(spark.range(1).selectExpr("id AS order_id", "'now' AS speed"), post)
+    reports = str(post.socket.parent / "reports")
+    write(orders, post, job, priority="speed", on_conflict=reports, on_refused=reports)
+    (result,) = completions(post.database_url, job)
+    assert result == {"partitions": 2, "accepted": 2, "duplicate": 0, "conflict": 1, "refused": 1}
+
+
+def test_a_commit_that_an_older_driver_began_without_a_count_of_refused_rows_is_finished(post: PostOffice) -> None:
+    job = job_of(post)
+    job.begin()
+    root = UUID(str(shown(post.database_url, job.id).activities[0].id))
+    kept, partitions = '[{"accepted": 7, "duplicate": 2, "conflict": 1}]', {partition_id(root, 0): '{"partition": 0}'}
+    in_database(post.database_url, lambda connection: answer(connection, root, f"{job.id}/write", kept, partitions))
+    job.close([Counts(10, 0, 0)])
+    (result,) = completions(post.database_url, job.id)
+    assert result == {"partitions": 1, "accepted": 7, "duplicate": 2, "conflict": 1, "refused": 0}
 
 
 def test_a_job_that_cannot_be_this_writes_is_refused_before_a_row_is_sent(

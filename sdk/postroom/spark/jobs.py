@@ -153,6 +153,7 @@ class Counts(msgspec.Struct, frozen=True):
     accepted: int
     duplicate: int
     conflict: int
+    refused: int = 0  # missing where a driver of an older version began the commit
 
 
 class JobOfWrite:

@@ -98,7 +98,7 @@ class BatchSink(DataSourceArrowWriter):
             self._note_failure(str(error))
             raise
         if self._job is not None:
-            self._job.close([Counts(tally.accepted, tally.duplicate, len(tally.problems)) for tally in tallies])
+            self._job.close([tally.counts for tally in tallies])
             _say(f"the job {self._job.id} is completed")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -233,6 +233,12 @@ class Tally:
     accepted: int = 0
     duplicate: int = 0
     problems: list[RowProblem] = dataclasses.field(default_factory=list)
+
+    @property
+    def counts(self) -> Counts:
+        """How many rows became what."""
+        conflicts = sum(problem.conflict for problem in self.problems)
+        return Counts(self.accepted, self.duplicate, conflicts, len(self.problems) - conflicts)
 
 
 def post(plan: WritePlan, batches: Iterator[pa.RecordBatch], task: SparkTask) -> Tally:
