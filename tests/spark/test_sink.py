@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pyspark import cloudpickle
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from support import rough_write
 from support.post import PostOffice
@@ -124,6 +124,29 @@ def test_refused_rows_go_to_a_directory_and_the_others_are_sent(
     assert "there is no topic:nowhere" in refused["2"]
     assert "its `target` is null" in refused["3"]
     assert "It is row 4 of the partition 0, with target='topic:orders'" in refused[None]
+
+
+def test_a_task_with_more_than_10_000_rows_that_were_not_sent_fails_and_asks_for_the_namespace_of_conflicts_alone(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    options = post.options(to_column="target", on_refused=str(tmp_path), on_conflict=str(tmp_path))
+    del options["to"]
+
+    def fails(rows: DataFrame) -> str:
+        with pytest.raises(PySparkException) as failed:
+            rows.write.format("postroom").options(**options).mode("append").save()
+        return next(line for line in str(failed.value).splitlines() if "rows of this task were not sent" in line)
+
+    nowhere = spark.range(10_001, numPartitions=1).selectExpr("id AS order_id", "cast(null AS string) AS target")
+    nowhere.where("order_id > 0").write.format("postroom").options(**options).mode("append").save()
+    (file,) = tmp_path.iterdir()
+    assert len(file.read_text().splitlines()) == 10_000
+    assert fails(nowhere).endswith("the row order_id=0 has no destination: its `target` is null")
+
+    orders = nowhere.selectExpr("order_id", "'topic:orders' AS target", "'new' AS state")
+    orders.write.format("postroom").options(**options).mode("append").save()
+    changed = orders.selectExpr("order_id", "target", "'old' AS state")
+    assert fails(changed).endswith(f"Does another write use the namespace {post.namespace!r}?")
 
 
 @pytest.mark.soak

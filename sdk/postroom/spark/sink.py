@@ -366,12 +366,11 @@ class _Task:
         self.tally.problems.append(problem)
         if len(self.tally.problems) > MOST_PROBLEMS:
             first = self.tally.problems[0]
-            raise InvalidMessage.of(
-                "too_many_problems",
-                f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is "
-                f"{key_text(self._plan, first.key)}: {first.detail}. Does another write use the namespace "
-                f"{self._plan.namespace!r}?",
-            )
+            said = f"{key_text(self._plan, first.key)}: {first.detail}"
+            if first.conflict:
+                said += f". Does another write use the namespace {self._plan.namespace!r}?"
+            detail = f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is {said}"
+            raise InvalidMessage.of("too_many_problems", detail)
 
     async def _await_broker(self, client: AsyncClient) -> None:
         """Wait until the broker has the rows that were queued, a batch at a time."""
