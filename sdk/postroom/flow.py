@@ -90,7 +90,7 @@ class Context:
     name: str  # of the activity
     message: str | None = None  # id of the answer that leg 2 runs for; None in leg 1
     request_id: str | None = None  # message id of the request: what an answer names; None where nothing is sent
-    dimension: int = 0  # the cycle, from 0; a leg 1 that `again` runs has that of the message that asked for it
+    dimension: int = 0  # grows with each cycle, from 0; leg 1 of a cycle has that of the message that asked for it
     attempt: int = 1  # of this step, from 1
     last_error: str | None = None  # why the attempt before failed
     traceparent: str | None = None  # of what began the activity (leg 1), or of the answer (leg 2), where one was given
@@ -194,7 +194,8 @@ class Activity:
         """Return a cycle for this activity's own leg 2 to return: it is entered once more, with `request` (JSON).
 
         One that sends does so again: leg 1 computes another request, and leg 2 runs with its answer. One that sends
-        nothing works again. `ctx.dimension` counts the cycles.
+        nothing works again. `ctx.dimension` is 0 in the first cycle and greater in each later one, but each repeated
+        delivery skips a number: to count cycles, put the number into `request`.
         """
         return Again(self, request)
 

@@ -53,7 +53,7 @@ class GuidLedger(NamedTuple):
 
     @property
     def dimension(self) -> int:
-        """The index of the cycle that this message runs, from 0; redeliveries do not move it."""
+        """What tells the cycle of this message from others: from 0, and growing; its redeliveries do not move it."""
         return self.ordinal - 1
 
     @property

@@ -80,6 +80,15 @@ async def test_ten_cycles_are_ten_dimensions_and_leave_the_markers_at_1(jobs: Jo
     assert (await jobs.events(start.job)).count("activity_cycled") == 10
 
 
+async def test_a_message_that_came_twice_leaves_a_gap_before_the_dimension_of_the_next_cycle(jobs: Jobs) -> None:
+    start = await jobs.asked()
+    await release(jobs.connection, await jobs.enter(start.root, "m-0"))
+    entry = await jobs.enter(start.root, "m-0")
+    await spawn(jobs.connection, entry, [], again=["{}"])
+    next_entry = await jobs.enter(start.root, "m-1")
+    assert (entry.steps.dimension, next_entry.steps.dimension) == (0, 2)
+
+
 async def test_the_tenth_attempt_of_leg_1_is_ordinary(jobs: Jobs) -> None:
     start = await jobs.begin()
     for _ in range(10):
