@@ -61,12 +61,15 @@ async def test_each_effect_happens_once_whatever_commit_a_worker_dies_at(databas
     assert len(run.commits) > 10
 
 
-async def test_an_effect_beside_the_transaction_is_found_where_it_happens_twice(database_url: str) -> None:
+async def test_an_effect_beside_the_transaction_that_happens_twice_is_found_and_has_one_key(database_url: str) -> None:
     async with FlowCase(exporting(beside=database_url), database_url, tables=TABLES, answers=ANSWERS) as case:
         with pytest.raises(
             AssertionError, match=r"crash right before commit \d+ \(spawn\) the effects are .*\(1,\), \(1,\)"
         ):
             await case.crash_at_every_commit({"day": 1}, effects=LOADED)
+        counted = "SELECT part, count(DISTINCT key) FROM loaded GROUP BY part ORDER BY part"
+        run = await case.crash_at_every_commit({"day": 1}, effects=counted)
+    assert run.effects == [(1, 1), (2, 1)]
 
 
 async def test_a_flow_that_fails_says_why(database_url: str) -> None:
