@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from support.clocks import Ahead
 from support.databases import create
 from support.mailroom import Mailroom
@@ -375,6 +377,31 @@ async def test_the_orphan_check_finds_none(mailroom: Mailroom) -> None:
     assert (as_json.code, as_json.out) == (0, "")
     migrated = await asyncio.to_thread(user.process, "broker", "migrate")
     assert "up to date" in migrated.out
+
+
+async def test_a_doctor_finds_a_token_that_the_broker_refuses_and_an_address_of_another_program(
+    mailroom: Mailroom, tmp_path: Path
+) -> None:
+    """Both answer `/health`, and well."""
+    stranger = tmp_path / "token"
+    stranger.touch(mode=0o600)
+    stranger.write_text("nobody's token, " + "x" * 20)
+
+    async def well(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "reasons": []})
+
+    page = web.Application()
+    page.add_routes([web.get("/health", well)])
+    user = Administrator(mailroom)
+    async with TestServer(page) as another:
+        for options, words in (
+            (("--token-file", str(stranger)), "the token is not valid"),
+            (("--url", str(another.make_url(""))), "check the address"),
+        ):
+            found = await user.as_member("doctor", "--json", *options)
+            (broker,) = [each for each in found.json if each["subject"] == "broker"]
+            assert (found.code, broker["verdict"]) == (1, "failed"), broker
+            assert words in broker["detail"], broker
 
 
 async def test_a_doctor_finds_everything_well(mailroom: Mailroom) -> None:
