@@ -48,7 +48,7 @@ _SEND = (*_BODY, 409, 429, 503, 507)
 _VERB = (*_BODY, 404, 409)
 _SEND_HEADERS: Final = MappingProxyType(
     {
-        "Idempotency-Key": "the `client_message_id`, if it is not in the body",
+        "Idempotency-Key": "the message's id; it wins over the `client_message_id` of the body",
         "traceparent": "the trace that the message belongs to (W3C Trace Context)",
     }
 )
