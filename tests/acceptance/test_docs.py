@@ -11,7 +11,6 @@ import pytest
 from support.class_data import quick_spark
 
 from cli.stack import choose_port
-from embedded.postgres import postgres_home
 
 ROOT = Path(__file__).parents[2]
 PART = re.compile(
@@ -96,7 +95,7 @@ def home(short_directory: Path):
     environment = {
         "HOME": str(short_directory),
         "XDG_STATE_HOME": str(short_directory / "state"),  # root's would outlive the test
-        "PATH": f"{Path(sys.executable).parent}:{postgres_home() / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
         "JAVA_TOOL_OPTIONS": os.environ["JAVA_TOOL_OPTIONS"],
     }
