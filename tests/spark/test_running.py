@@ -218,6 +218,19 @@ def test_a_backfill_takes_the_index_that_pandas_writes_without_a_name(
     del spark
 
 
+def test_a_backfill_of_a_directory_sends_what_its_own_files_hold_and_null_for_an_empty_field(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    (tmp_path / "more").mkdir()
+    for name, number in (("orders.csv", 17), ("_orders.csv", 18), (".orders.csv", 19), ("more/orders.csv", 20)):
+        (tmp_path / name).write_text(f'order_id,what,note\n{number},,""\n')
+    words = options(input=tmp_path, format="csv", id="order_id", to="topic:orders", socket=post.socket)
+    run_by_name("backfill", [*words, f"namespace={post.namespace}"])
+    (message,) = post.accepted().values()
+    assert message.json == {"order_id": "17", "what": None, "note": None}
+    del spark
+
+
 def test_a_backfill_sends_the_columns_of_every_parquet_file(
     spark: SparkSession, post: PostOffice, tmp_path: Path
 ) -> None:
