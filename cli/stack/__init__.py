@@ -25,7 +25,7 @@ from cli.stack.layout import MESH, SENDER, Layout
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer, ProcessIdentity
 from embedded.nats import is_free
 from embedded.processes import tethered
-from postroom import AsyncClient, Conflict, PostroomError, TryAgain
+from postroom import AsyncClient, Conflict, NotFound, PostroomError, TryAgain
 from postroom._wire.connections import Pool, url_dial
 from postroom._wire.transport import Peer, Transport
 from postroom.broker import BrokerClient
@@ -246,24 +246,29 @@ def choose_port() -> int:
 
 
 async def create_mesh(program: BrokerProgram, layout: Layout) -> None:
-    """Create what is missing, at every start; raises `PostroomError` where the broker refuses."""
+    """Create what is missing, at every start; raises `PostroomError` where the broker refuses.
+
+    A member that was revoked stays so: its name is taken.
+    """
     async with program.client() as broker:
         with suppress(Conflict):
             await broker.create_mesh(MESH)
+        members = {member.name: member for member in await broker.list_members(MESH)}
         for name in MEMBERS:
-            if layout.token_file(name).exists():
-                continue
-            try:
+            token_file, known = layout.token_file(name), members.get(name)
+            if known is None:  # the mesh is new, also where it was deleted and its tokens are still here
                 member = await broker.create_member(MESH, name)
-            except Conflict:  # a crash came between the member and its token
+            elif token_file.exists() or known.revoked_at is not None:
+                continue
+            else:  # a crash came between the member and its token
                 member = await broker.rotate_member_token(MESH, name)
-            replace_private(layout.token_file(name), f"{member.token}\n")
+            replace_private(token_file, f"{member.token}\n")
         with suppress(Conflict):
             await broker.create_topic(MESH, TOPIC)
         with suppress(Conflict):
             await broker.create_queue(MESH, QUEUE)
         for name in MEMBERS:
-            with suppress(Conflict):
+            with suppress(Conflict, NotFound):
                 await broker.subscribe(MESH, TOPIC, name)
 
 

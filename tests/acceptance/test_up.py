@@ -290,6 +290,24 @@ def test_killed_with_9_nothing_keeps_running_and_started_again_it_carries_on(sta
     assert again.stdout == "up-before done (duplicate)\n"
 
 
+def test_it_starts_again_whatever_was_revoked_or_deleted_of_what_it_made(short_directory: Path) -> None:
+    state = short_directory / "up"
+    layout = Layout(state)
+    try:
+        assert run("up", "--state", str(state), "--detach").returncode == 0
+        for words in (("member", "revoke", "bob"), ("mesh", "delete", "demo"), ("member", "revoke", "bob")):
+            mesh = () if words[0] == "mesh" else ("--mesh", "demo")
+            done = run(*words, *mesh, "--yes", environ=environment(layout))
+            assert done.returncode == 0, done.stderr
+            assert run("down", "--state", str(state)).returncode == 0
+            done = run("up", "--state", str(state), "--detach")
+            assert done.returncode == 0, done.stderr
+        sent = run("send", "topic:orders", "by a member made anew", "--wait", environ=environment(layout))
+        assert sent.returncode == 0, sent.stderr
+    finally:
+        run("down", "--state", str(state), "--wipe", "--yes")
+
+
 def test_in_the_foreground_ctrl_c_stops_everything_that_it_started_anew(short_directory: Path) -> None:
     stack = Stack(short_directory / "up")
     stack.layout.create()
