@@ -66,6 +66,8 @@ def json_fault(error: Exception, data: bytes) -> str:
     """
     if not data.strip():
         return "it is empty"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     sentence = str(error)
     if "truncated" in sentence or "surrogate" in sentence:
         half = _HALF.search(data.replace(b"\\\\", b""))  # an escaped backslash escapes nothing

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from postroom._wire.message import SendRequest
-from postroom._wire.words import ago, counted, shape_fault, span, when
+from postroom._wire.words import ago, counted, json_fault, shape_fault, span, when
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,3 +82,10 @@ def test_a_fault_of_shape_says_what_could_be_there(kind: Any, given: Any, field:
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(given, kind)
     assert shape_fault(refused.value, kind) == (field, sentence)
+
+
+def test_json_that_nests_beyond_measure_is_said_to() -> None:
+    deep = b"[" * 1_000_000
+    with pytest.raises(RecursionError) as refused:
+        msgspec.json.decode(deep)
+    assert json_fault(refused.value, deep) == "it is nested too deeply"
