@@ -11,6 +11,7 @@ import socket
 from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -91,7 +92,8 @@ class Sight:
     """What was seen: processes of `up`, programs, consumers, what is wrong, and what could not be asked and why.
 
     `minutes` are those of the last hour, where they were asked for; consumers have their past then. With `cut_off` the
-    broker has no Postgres to write to: what it still knows is shown, and that reports do not come is no news.
+    broker has no Postgres to write to: what it still knows is shown, and that reports do not come is no news. `logs`
+    has the log file of each process that `up` started, whose output the journal does not have.
     """
 
     processes: list[dict[str, Any]] = field(default_factory=list)
@@ -102,6 +104,7 @@ class Sight:
     troubles: list[Trouble] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     cut_off: bool = False
+    logs: dict[int, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> Exit:
@@ -109,6 +112,12 @@ class Sight:
         if not self.troubles:
             return Exit.OK
         return Exit.UNAVAILABLE if any(trouble.level == "down" for trouble in self.troubles) else Exit.FAILED
+
+    def troubles_of(self, program: Program) -> Iterator[Trouble]:
+        """Yield what is wrong with a program, with the log that there is of it."""
+        log = self.logs.get(program.pid) if program.host == socket.gethostname() else None
+        for trouble in program.troubles():
+            yield replace(trouble, help=f"tail {log}") if log and trouble.help == program.journal else trouble
 
     async def ask(self, asked: Awaitable[T], what: str) -> T | None:
         """Wait for an answer; if it is refused to this caller, or fails, note so and return None."""
@@ -130,7 +139,7 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     if daemon is not None:
         sight.programs = _with_daemon(sight.programs, daemon)
     heard = [one for one in sight.programs if not (one.away and sight.cut_off)]
-    sight.troubles = worst_first([*sight.troubles, *troubles_of(heard)])
+    sight.troubles = worst_first(chain(sight.troubles, *map(sight.troubles_of, heard)))
     return sight
 
 
@@ -161,13 +170,14 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
         return place
     stack = Stack(layout.state)
     sight.processes = await _processes(stack, supervisor)
-    logs = {program.name: str(program.log_file) for program in stack.programs}
+    logs = {program.name: shlex.quote(str(program.log_file)) for program in stack.programs}
+    sight.logs = {row["pid"]: logs[row["process"]] for row in sight.processes[1:] if "pid" in row}
     for row in sight.processes:
         if row["state"] != "running":
             if supervisor is None:
                 help_ = f"postroom up --detach --state {shlex.quote(str(layout.state))}"
             elif row["state"] == "stopped":  # which a doctor, who asks what runs, may not see
-                help_ = f"tail {shlex.quote(logs[row['process']])}"
+                help_ = f"tail {logs[row['process']]}"
             else:
                 help_ = "postroom doctor"
             what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]

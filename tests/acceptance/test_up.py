@@ -177,6 +177,8 @@ def test_status_says_that_the_broker_limits_without_redis(stack: Stack) -> None:
     redis.send(signal.SIGSTOP)
     try:
         done = run("status", "--state", str(stack.layout.state), "--json")
+        helped = f"the same rate\n    tail {stack.broker.log_file}\n"  # once the broker has reported it
+        assert wait_until(lambda: helped in run("status", "--state", str(stack.layout.state)).stdout, SECONDS)
     finally:
         redis.send(signal.SIGCONT)
     broker = processes(done.stdout)["broker"]

@@ -135,11 +135,15 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
         now = {"waiting": self.waiting, "dead": self.dead}
         return self.totals | {name: value for name, value in now.items() if value is not None}
 
+    @property
+    def journal(self) -> str:
+        """The command that shows the log of its unit."""
+        unit = f"postroomd@{self.mesh}" if self.kind == "daemon" else f"postroom-{self.kind}"
+        return f"journalctl -u {unit}  # on {self.host}"
+
     def troubles(self) -> Iterator[Trouble]:
         """Yield what is wrong with it."""
-        thing = f"{self.title} on {self.host}"
-        unit = f"postroomd@{self.mesh}" if self.kind == "daemon" else f"postroom-{self.kind}"
-        log = f"journalctl -u {unit}  # on {self.host}"
+        thing, log = f"{self.title} on {self.host}", self.journal
         here = "" if self.address is None else f" --socket {shlex.quote(self.address)}"
         if self.away:
             yield Trouble(thing, f"no report since {when(self.reported_at)}", log, "down")
