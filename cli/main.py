@@ -18,6 +18,11 @@ from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams,
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader of the output closed it, as `head` does
+_KINDS: Final = (  # what Typer calls a kind of number, and what people do
+    ("is not a valid int range.", "is not a whole number"),
+    ("is not a valid integer.", "is not a whole number"),
+    ("is not a valid float range.", "is not a number"),
+)
 
 
 def main() -> NoReturn:
@@ -109,6 +114,8 @@ def ending(error: BaseException) -> Ending:
 def of_usage(error: Any) -> Ending:
     """Say what is wrong with the command line and how to get help; for a bare call the sentence is the help itself."""
     message = error.format_message()
+    for theirs, ours in _KINDS:
+        message = message.replace(theirs, ours)
     context = getattr(error, "ctx", None)
     if context is None or message.startswith("Usage:"):
         return Ending(error.exit_code, message)

@@ -127,6 +127,20 @@ def test_an_option_that_would_count_for_nothing_is_refused(terminal: Terminal, w
     assert said in ended.sentence()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("inbox list --limit ten", "'ten' is not a whole number"),
+        ("top --count 1.5", "'1.5' is not a whole number"),
+        ("jobs start shop:flow --threshold two", "'two' is not a whole number"),
+        ("top --interval 1s", "'1s' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_said_to_be_none(terminal: Terminal, words: str, said: str) -> None:
+    ended = terminal.run(*words.split())
+    assert (ended.code, "range" in ended.err, said in ended.sentence()) == (2, False, True)
+
+
 def test_a_flag_that_is_given_twice_says_the_same(terminal: Terminal) -> None:
     assert "no broker is configured" in terminal.run("dlq", "list", "--json", "--json").sentence()
 
