@@ -93,7 +93,8 @@ class Sight:
 
     `minutes` are those of the last hour, where they were asked for; consumers have their past then. With `cut_off` the
     broker has no Postgres to write to: what it still knows is shown, and that reports do not come is no news. `logs`
-    has the log file of each process that `up` started, whose output the journal does not have.
+    has the log file of each process that `up` started, by its pid and its address (a daemon's first report may be yet
+    to come): the journal does not have their output.
     """
 
     processes: list[dict[str, Any]] = field(default_factory=list)
@@ -104,7 +105,7 @@ class Sight:
     troubles: list[Trouble] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     cut_off: bool = False
-    logs: dict[int, str] = field(default_factory=dict)
+    logs: dict[int | str | None, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> Exit:
@@ -115,7 +116,8 @@ class Sight:
 
     def troubles_of(self, program: Program) -> Iterator[Trouble]:
         """Yield what is wrong with a program, with the log that there is of it."""
-        log = self.logs.get(program.pid) if program.host == socket.gethostname() else None
+        here = program.host == socket.gethostname()
+        log = self.logs.get(program.pid, self.logs.get(program.address or "")) if here else None
         for trouble in program.troubles():
             yield replace(trouble, help=f"tail {log}") if log and trouble.help == program.journal else trouble
 
@@ -171,7 +173,7 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
     stack = Stack(layout.state)
     sight.processes = await _processes(stack, supervisor)
     logs = {program.name: shlex.quote(str(program.log_file)) for program in stack.programs}
-    sight.logs = {row["pid"]: logs[row["process"]] for row in sight.processes[1:] if "pid" in row}
+    sight.logs = {row.get(by): logs[row["process"]] for row in sight.processes[1:] for by in ("pid", "address")}
     for row in sight.processes:
         if row["state"] != "running":
             if supervisor is None:

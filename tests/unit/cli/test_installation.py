@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,6 +63,28 @@ def test_a_flow_is_unattended_where_no_worker_has_it_and_a_worker_that_is_away_i
     counts = JobCounts(running=3, failed=0, unknown=0, flows={"export": 1, "import": 2})
     (found,) = counts.unattended([program])
     assert (found.thing, found.what.partition(" not")[0]) == ("flow import", "2 jobs have")
+
+
+@pytest.mark.parametrize(("pid", "host", "shown"), [(7, None, "tail"), (0, None, "tail"), (7, "blue", "journalctl")])
+def test_what_up_started_has_a_log_of_its_own_on_this_host_alone(pid: int, host: str | None, shown: str) -> None:
+    now = datetime.now(UTC)
+    daemon = Program(
+        kind="daemon",
+        name="alice",
+        mesh="demo",
+        host=host or socket.gethostname(),
+        address="/up/demo.sock",
+        pid=pid,
+        version="1",
+        status="degraded",
+        reasons=["it is so"],
+        started_at=now,
+        at=now,
+        reported_at=now,
+        clock_seconds=0,
+    )
+    (found,) = Sight(logs={7: "/up/daemon.log", "/up/demo.sock": "/up/daemon.log"}).troubles_of(daemon)
+    assert (found.what, found.help.split()[0]) == ("it is so", shown)
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "2"])
