@@ -26,7 +26,7 @@ PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
 _STATEMENTS: Final = 256  # prepared statements a connection keeps
 _PRIMARY: Final = 0xFF  # the primary result code within an extended one
 _LOCKED_SECONDS: Final = 5.0  # as the busy timeout
-_PAUSE_SECONDS: Final = 0.01
+_PAUSE_SECONDS: Final = 0.002
 _BROKEN: Final = frozenset(
     {
         sqlite3.SQLITE_IOERR,
@@ -159,16 +159,23 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 def _set_up(db: sqlite3.Connection, pragmas: str) -> None:
     """Run `pragmas`; a file that another program writes to is refused a log at once, whatever the busy timeout."""
+    patiently(lambda: db.executescript(pragmas))
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Call `call` until no other program has the file locked, for 5 s at most, and return what it returns.
+
+    SQLite's own wait looks again after up to 0.1 s. Between writers that are busy all the time a file is free for far
+    shorter moments, and one that finds none of them waits for as long as the others are busy.
+    """
     deadline = time.monotonic() + _LOCKED_SECONDS
     while True:
         try:
-            db.executescript(pragmas)
+            return call()
         except sqlite3.OperationalError as error:
             if not is_locked(error) or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_SECONDS)
-        else:
-            return
 
 
 @contextmanager

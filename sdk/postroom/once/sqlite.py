@@ -23,7 +23,7 @@ from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.ownership import is_there, why_refused
-from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
+from postroom.chassis.sqlite import Damaged, Schema, open_writer, patiently, transaction
 from postroom.claims.sqlite import SqliteClaims, milliseconds
 from postroom.once.model import PARTS, Scope, absent, check_loop, check_process, table, unavailable, unusable
 
@@ -125,11 +125,11 @@ class SqliteStore(SqliteClaims):
 
         def run() -> T:
             try:
-                return locked()
+                return patiently(locked)
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY_DBMOVED:
                     raise
-                return locked()  # its file was replaced just now: nothing was written
+                return patiently(locked)  # its file was replaced just now: nothing was written
 
         return await self._on_thread(run)
 
@@ -165,5 +165,6 @@ class SqliteStore(SqliteClaims):
         if not create and not is_there(self._path):
             raise absent(str(self._path))
         self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
+        self._db.execute(_QUERIES["wait_briefly"])
         self._opened = self._path.stat()
         return self._db

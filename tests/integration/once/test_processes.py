@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+import sqlite3
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from support.small_disk import run
 
 from embedded.processes import tethered
+from postroom.chassis.sqlite import transaction
 from postroom.claims import Claim
 from postroom.once import Scope, open_registry
 
@@ -115,6 +119,32 @@ async def test_a_stopped_worker_that_wakes_up_past_its_lease_cannot_commit(worke
     assert await _goes_on(stopped) == ["k lease_lost"]
     assert await _goes_on(other) == ["k 2 lease_expired k"]
     assert await workers.finish("k") == ["k 0 None k"]
+
+
+async def test_a_worker_finds_the_moments_in_which_others_leave_the_file(tmp_path: Path) -> None:
+    """SQLite itself looks again after 0.1 s: between busy workers one had "database is locked" after 5 s."""
+    file, held, done, times = tmp_path / "once.db", threading.Event(), threading.Event(), itertools.count()
+
+    def keep_busy() -> None:
+        db = sqlite3.connect(file, isolation_level=None)
+        while not done.wait(0.005):
+            with transaction(db):
+                next(times)
+                held.set()
+                done.wait(0.3)
+                held.clear()
+        db.close()
+
+    async with open_registry(f"sqlite://{file}") as registry:
+        others = asyncio.create_task(asyncio.to_thread(keep_busy))
+        try:
+            for number in range(6):
+                await asyncio.to_thread(held.wait)
+                assert isinstance(await registry.begin(Scope("acme", "orders", f"k-{number}")), Claim)
+        finally:
+            done.set()
+            await others
+    assert next(times) < 18
 
 
 FORKED = """

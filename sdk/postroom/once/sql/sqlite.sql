@@ -5,6 +5,10 @@ PRAGMA busy_timeout = 5000;      -- ms
 PRAGMA journal_mode = TRUNCATE;
 PRAGMA synchronous = EXTRA;      -- what was answered is on disk
 
+-- name: wait_briefly
+-- From the opening on each step is tried again as a whole (`patiently`), instead of in SQLite's longer and longer pauses.
+PRAGMA busy_timeout = 5;         -- ms
+
 -- name: purge
 -- Delete the keys that ended before a moment, the oldest first.
 DELETE FROM idempotency_keys
