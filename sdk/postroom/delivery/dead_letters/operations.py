@@ -153,7 +153,7 @@ class LetterOperations:
         self._context = context
         self._actor = actor
         self._log = log
-        # Of consumers and subjects, when the stream was created in which one takes the other; None where it does not.
+        # Of consumers and subjects of one batch, when the stream was created in which one takes the other; else None.
         self._created: dict[tuple[str, str], datetime | None] = {}
 
     async def are_known(self) -> bool:
@@ -326,6 +326,7 @@ class LetterOperations:
         """Send the messages of letters again, pipelined; return for each its new id, or why no stream has it."""
         outcomes, ready = dict[str, Outcome](), dict[str, tuple[DeadLetter, datetime]]()
         await begin_publish(self._connection)
+        self._created.clear()  # a stream may be another one by now
         for id_, letter in letters.items():
             try:
                 ready[id_] = await self._check_replay(id_, letter)

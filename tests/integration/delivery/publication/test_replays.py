@@ -152,6 +152,20 @@ async def test_a_replay_whose_number_another_one_has_is_published_again(office: 
     assert len({row["stream_sequence"] for row in places}) == len(dead)
 
 
+async def test_what_goes_into_a_stream_made_anew_amid_a_replay_is_noted_as_there(office: Any, dead: list[str]) -> None:
+    found, others = await find(office), set[str]()
+    async with office.pool.acquire() as connection:
+        async for _ in operations(office, connection).settle("replay", found, why="a test"):
+            if not others:
+                others = set(await office.ids())
+                await office.js.delete_stream(office.stream)
+                await office.add_stream()
+                await office.js.add_consumer(office.stream, durable_name="billing", ack_policy="explicit")
+    created = (await office.js.stream_info(office.stream)).created
+    rows = await office.pool.fetch("SELECT message_id FROM postroom.replays WHERE stream_created_at = $1", created)
+    assert {row[0] for row in rows} == set(await office.ids()) == {f"{id_}~billing.1" for id_ in dead} - others
+
+
 async def handle(office: Any, message_id: str) -> None:
     """Note a message as a consumer does that has handled it."""
     query = (
