@@ -46,7 +46,7 @@ from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.listener import may_be_gone
 from postroom.chassis.routes import Access, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
-from postroom.delivery.publication.postgres import DELIVERIES, EVENTS
+from postroom.delivery.publication.postgres import DELIVERIES, EVENTS, REPLAYS
 
 _ACCESS: Final = MappingProxyType(
     {
@@ -181,6 +181,7 @@ def routes(services: Services) -> list[Route]:
               query=api.MeshQuery, answers={200: LetterCauses}, problems=READ),
         *routes_of(UNPUBLISHED[EVENTS.name], Unpublished(services.database, EVENTS)),
         *routes_of(UNPUBLISHED[DELIVERIES.name], Unpublished(services.database, DELIVERIES)),
+        *routes_of(UNPUBLISHED[REPLAYS.name], Unpublished(services.database, REPLAYS)),
         *routes_of(SOURCES, Sources(services.database)),
         *routes_of(CONSUMERS, Consumers(services.database, nats)),
         Route("POST", JOBS.path, jobs.start, JOBS.changes,

@@ -30,7 +30,7 @@ from postroom.errors import PostroomError
 
 @dataclass(frozen=True, eq=False)
 class Unpublished(Handlers):
-    """The handlers of the routes of one source's refused events or deliveries."""
+    """The handlers of the routes of what one source has that is refused."""
 
     _source: postgres.Table
 

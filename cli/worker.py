@@ -67,10 +67,10 @@ class Filters(NamedTuple):
 
 
 def failing(source: str) -> Verbs:
-    """Return the verbs for the `events`, or the `deliveries`, that JetStream does not take."""
+    """Return the verbs for what JetStream does not take of a source: `events`, `deliveries` or `replays`."""
     things = unpublished.UNPUBLISHED[source]
     app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
-    without = () if source == "events" else ("database",)  # an application's own outbox has no deliveries
+    without = () if source == "events" else ("database",)  # an application's own outbox has no others
 
     def list_(*, context: Context = None, place: OutboxPlace, as_json: Json = False) -> None:
         """List what fails, oldest first, and how many wait behind each; never their payloads."""
@@ -126,7 +126,7 @@ def failing(source: str) -> Verbs:
 
 
 app = noun()
-for _source in ("events", "deliveries"):
+for _source in unpublished.UNPUBLISHED:
     app.add_typer(failing(_source), name=_source)
 
 Stream = Annotated[str | None, typer.Option("--stream", help="Only what was published to this stream.", metavar="NAME")]

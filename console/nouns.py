@@ -67,12 +67,10 @@ async def show_consumers(request: web.Request) -> web.Response:
 async def show_unpublished(request: web.Request) -> web.Response:
     """`GET /unpublished`: what waits to be published, and what is refused, of all meshes."""
     client, everywhere = request[SESSION].client, MeshQuery()
-    sources, events, deliveries = await asyncio.gather(
-        client.list_things(SOURCES, everywhere),
-        client.list_things(UNPUBLISHED["events"], everywhere),
-        client.list_things(UNPUBLISHED["deliveries"], everywhere),
-    )
-    refused = [(UNPUBLISHED["events"], events.failing), (UNPUBLISHED["deliveries"], deliveries.failing)]
+    nouns = UNPUBLISHED.values()
+    found = await asyncio.gather(*(client.list_things(noun, everywhere) for noun in nouns))
+    sources = await client.list_things(SOURCES, everywhere)
+    refused = [(noun, each.failing) for noun, each in zip(nouns, found, strict=True)]
     return page(request, "unpublished.html", sources=sources.sources, refused=refused)
 
 

@@ -18,7 +18,7 @@ from postroom.errors import Problem
 
 
 class Failing(msgspec.Struct, frozen=True):
-    """An event or a delivery whose last attempt failed; `behind` others of its aggregate wait for it."""
+    """An event, a delivery or a replay whose last attempt failed; `behind` others of its aggregate wait for it."""
 
     id: str
     subject: str
@@ -31,7 +31,7 @@ class Failing(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An event or a delivery that an operator dropped permanently."""
+    """An event, a delivery or a replay that an operator dropped permanently."""
 
     id: str
     subject: str
@@ -79,7 +79,11 @@ def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, Dropp
     )
 
 
-UNPUBLISHED: Final = {"events": _refused("event", "events"), "deliveries": _refused("delivery", "deliveries")}
+UNPUBLISHED: Final = {
+    "events": _refused("event", "events"),
+    "deliveries": _refused("delivery", "deliveries"),
+    "replays": _refused("replay", "replays"),
+}
 
 
 class SourceBacklog(msgspec.Struct, frozen=True):

@@ -420,6 +420,22 @@ CREATE INDEX replays_published ON postroom.replays USING brin (published_at) WIT
 CREATE UNIQUE INDEX replays_place ON postroom.replays (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 
+-- What operators took out of the replays because it could never be published: whole, with who did it, and why.
+CREATE TABLE postroom.dropped_replays (
+  id bigint PRIMARY KEY,
+  context text COLLATE "C" NOT NULL,
+  message_id text COLLATE "C" NOT NULL,
+  subject text COLLATE "C" NOT NULL,
+  headers bytea NOT NULL,
+  payload bytea NOT NULL,
+  replayed_at timestamptz NOT NULL,
+  publish_attempts integer NOT NULL,
+  publish_error text,
+  dropped_at timestamptz NOT NULL DEFAULT now(),
+  dropped_by text NOT NULL,
+  reason text NOT NULL CHECK (reason <> '')
+);
+
 -- What each daemon, broker and worker last reported, for operators who ask how an installation is; nothing else depends on
 -- it. One address of a host is one process's: a program that was started again takes the place of the one before.
 CREATE TABLE postroom.programs (

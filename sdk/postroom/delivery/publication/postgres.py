@@ -6,8 +6,8 @@ unpublished.
 
 Operators see and change what is not in its stream. What JetStream refuses, since no stream accepts it or it is too
 large, holds up its aggregate (of deliveries: its recipient) until an operator removes the cause, and is then published.
-What can never be published is dropped: an event leaves the outbox and is kept whole, a delivery is noted, and its
-message stays in the history; who dropped it, and why, is kept with it.
+What can never be published is dropped: an event or a replay leaves its table and is kept whole, a delivery is noted,
+and its message stays in the history; who dropped it, and why, is kept with it.
 """
 
 from __future__ import annotations

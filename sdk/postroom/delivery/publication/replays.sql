@@ -38,3 +38,27 @@ ON CONFLICT (context, message_id) DO NOTHING RETURNING id::text AS key, message_
 DELETE FROM postroom.replays WHERE id IN (
   SELECT id FROM postroom.replays WHERE published_at < $1 LIMIT $2 FOR UPDATE SKIP LOCKED
 );
+
+-- name: drop
+-- Moves those of the replays $1 out of the table that were refused and are unpublished; $2 does it, because of $3.
+WITH dropped AS (
+  DELETE FROM postroom.replays
+  WHERE id = ANY ($1::text[]::bigint[]) AND published_at IS NULL AND publish_error IS NOT NULL
+  RETURNING *
+)
+INSERT INTO postroom.dropped_replays (
+  id, context, message_id, subject, headers, payload, replayed_at, publish_attempts, publish_error, dropped_by, reason
+)
+SELECT id, context, message_id, subject, headers, payload, replayed_at, publish_attempts, publish_error, $2, $3 FROM dropped
+RETURNING id::text AS id;
+
+-- name: find_dropped
+-- Who dropped those of the replays $1 that were dropped, and when.
+SELECT id::text, dropped_by, dropped_at FROM postroom.dropped_replays WHERE id::text = ANY ($1::text[]);
+
+-- name: list_dropped
+-- What was dropped of the context $1, or of all, the latest $2, oldest first.
+SELECT * FROM (
+  SELECT id::text AS id, subject, context AS aggregate, publish_error AS error, dropped_at, dropped_by, reason
+  FROM postroom.dropped_replays AS item WHERE $1::text IS NULL OR :ours ORDER BY dropped_at DESC, id LIMIT $2
+) AS latest ORDER BY dropped_at, id;

@@ -17,7 +17,7 @@ from support.zygote import Piped
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
-from postroom.delivery.publication.postgres import LETTERS, REPLAYS
+from postroom.delivery.publication.postgres import LETTERS, REPLAYS, drop_failing, list_dropped, list_failing
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
 
@@ -164,6 +164,26 @@ async def test_what_goes_into_a_stream_made_anew_amid_a_replay_is_noted_as_there
     created = (await office.js.stream_info(office.stream)).created
     rows = await office.pool.fetch("SELECT message_id FROM postroom.replays WHERE stream_created_at = $1", created)
     assert {row[0] for row in rows} == set(await office.ids()) == {f"{id_}~billing.1" for id_ in dead} - others
+
+
+async def test_a_replay_that_no_stream_takes_any_more_can_be_dropped(office: Any) -> None:
+    await office.add_stream()
+    await office.js.add_consumer(office.stream, durable_name="billing", ack_policy="explicit")
+    await office.bury("m-1")
+    await settle(office, await find(office))
+    await office.js.delete_stream(office.stream)
+    await office.js.add_stream(name=office.stream, subjects=[f"{office.context}.event.invoice_sent.>"])
+    assert await office.compare(office.record(REPLAYS)) == 1
+    publisher = office.publisher(table=REPLAYS)
+    await publisher.step()
+    await publisher.stop()
+    async with office.pool.acquire() as connection:
+        (failing,) = (await list_failing(connection, REPLAYS, office.context)).failing
+        assert (failing.subject, failing.aggregate) == (f"{office.context}.event.order_placed.v1", office.context)
+        assert await drop_failing(connection, REPLAYS, [failing.id], actor="ann", reason="a test") == [failing.id]
+        (dropped,) = await list_dropped(connection, REPLAYS, office.context)
+        assert (dropped.id, dropped.error, dropped.dropped_by) == (failing.id, failing.error, "ann")
+        assert (await list_failing(connection, REPLAYS)).failing == []
 
 
 async def handle(office: Any, message_id: str) -> None:
