@@ -189,7 +189,7 @@ class World:
         self.receiver = Disk(directory / "receiver")
         self.daemon = self._no_daemon()
         self.outbox: Outbox | None = None
-        self.jetstream = Jetstream(loop, f"{_MESH.upper()}_INBOX")
+        self.jetstream = Jetstream(loop, f"{_MESH.upper()}_INBOX", inbox_subject(_MESH, "bob"))
 
     @property
     def course(self) -> str:

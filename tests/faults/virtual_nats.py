@@ -66,10 +66,11 @@ class Durable:
 class Jetstream:
     """One stream; `serve` it anew after each crash of the server."""
 
-    def __init__(self, loop: Loop, stream: str) -> None:
+    def __init__(self, loop: Loop, stream: str, subject: str) -> None:
         self.messages: list[Stored] = []
         self._loop = loop
         self._stream = stream
+        self._subject = subject
         self._durables: dict[str, Durable] = {}
 
     async def serve(self, port: int) -> None:
@@ -100,6 +101,8 @@ class Jetstream:
                 durable.asked.append(Asked(connection, reply, request["batch"], until, beat))
         elif subject.startswith(f"{_API}CONSUMER."):
             connection.deliver(reply, json.dumps(self._consumer(subject, body)).encode())
+        elif subject == f"{_API}STREAM.INFO.{self._stream}":
+            connection.deliver(reply, json.dumps(self._info()).encode())
         else:
             connection.deliver(reply, json.dumps({"error": {"code": 400, "description": "not simulated"}}).encode())
 
@@ -107,6 +110,17 @@ class Jetstream:
         """Drop the requests of a connection that is gone."""
         for durable in self._durables.values():
             durable.asked = deque(asked for asked in durable.asked if asked.connection is not connection)
+
+    def _info(self) -> dict[str, Any]:
+        count = len(self.messages)
+        state = {
+            "messages": count,
+            "bytes": 0,
+            "first_seq": 1,
+            "last_seq": count,
+            "consumer_count": len(self._durables),
+        }
+        return {"config": {"name": self._stream, "subjects": [self._subject]}, "state": state}
 
     def _consumer(self, subject: str, body: bytes) -> dict[str, Any]:
         verb, _stream, name, *_ = subject.removeprefix(f"{_API}CONSUMER.").replace("DURABLE.", "").split(".")
