@@ -68,8 +68,10 @@ async def show_unpublished(request: web.Request) -> web.Response:
     """`GET /unpublished`: what waits to be published, and what is refused, of all meshes."""
     client, everywhere = request[SESSION].client, MeshQuery()
     nouns = UNPUBLISHED.values()
-    found = await asyncio.gather(*(client.list_things(noun, everywhere) for noun in nouns))
-    sources = await client.list_things(SOURCES, everywhere)
+    sources, found = await asyncio.gather(
+        client.list_things(SOURCES, everywhere),
+        asyncio.gather(*(client.list_things(noun, everywhere) for noun in nouns)),
+    )
     refused = [(noun, each.failing) for noun, each in zip(nouns, found, strict=True)]
     return page(request, "unpublished.html", sources=sources.sources, refused=refused)
 

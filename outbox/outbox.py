@@ -109,10 +109,11 @@ class Outbox(reader.Reader):
         `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `steady_clock`
         returns ms too, and nobody sets it: where it is given, no row that was accepted since this start, and may not
         have reached the broker, is older than the start. `look_up` asks the broker for rows that it did not answer for.
-        Raises `Fatal`: 69 where another process owns the directory, 78 for
-        a file that is damaged or was set aside (it names `postroom outbox recover`), that is missing beside its log,
-        that was recovered with rows missing, unless `accept_lost_ids` is given once, or that is newer than the program,
-        75 or 74 while the disk is full or fails.
+
+        Raises `Fatal`: 69 where another process owns the directory, 78 for a file that is damaged or was set aside (it
+        names `postroom outbox recover`), that is missing or empty beside its log, that was recovered with rows missing,
+        unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74 while the disk is full or
+        fails.
         """
         settings = settings or OutboxSettings()
         walked = relay.WalkedPast()

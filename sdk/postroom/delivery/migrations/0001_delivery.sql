@@ -348,8 +348,7 @@ CREATE TABLE postroom.dropped_deliveries (
 
 -- What nobody could handle, whole. A letter is here before its message is acknowledged, and stays until an operator has
 -- replayed or dropped it; from then on its row says who did that, and why, and its payload is gone: of a replay it is in
--- postroom.replays. The columns from
--- `published_at` on say where its stream has it, as those of postroom.outbox_events do.
+-- postroom.replays. The columns from `published_at` on say where its stream has it, as those of postroom.outbox_events do.
 CREATE TABLE postroom.dead_letters (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   context text COLLATE "C" NOT NULL,
