@@ -95,6 +95,11 @@ class Administration(Handlers):
             if (await letters.page(LetterFilter(), limit=1)).letters:
                 why = f"the mesh {slug} still has dead letters: settle them first (`postroom dlq list --mesh {slug}`)"
                 raise Conflict.of("mesh_holds_letters", why)
+            if holds["replays"]:
+                why = (
+                    f"replays of the mesh {slug} wait to be published: see `postroom worker replays list --mesh {slug}`"
+                )
+                raise Conflict.of("mesh_holds_letters", why)
             if unread is not None and unread.code == NATS_UNREACHABLE:  # there may be more in their stream
                 raise PostroomError(unread)
             if holds["jobs"]:

@@ -197,10 +197,11 @@ SELECT id FROM mesh.mesh WHERE slug = $1 FOR UPDATE;
 
 -- name: mesh_holds
 -- What the mesh $1 (by its name, $2) still has, which a new mesh of that name would have: messages or ids that are still
--- recognised, jobs.
+-- recognised, jobs; and whether a replay waits to be published.
 SELECT
   EXISTS (SELECT FROM mesh.client_message_dedupe WHERE mesh_id = $1) AS messages,
-  EXISTS (SELECT FROM ledger.job WHERE context = $2) AS jobs;
+  EXISTS (SELECT FROM ledger.job WHERE context = $2) AS jobs,
+  EXISTS (SELECT FROM postroom.replays WHERE context = $2 AND published_at IS NULL) AS replays;
 
 -- name: delete_mesh
 -- An empty mesh, with its members, topics and queues; and what was replayed in it, which a new mesh of its name would get.

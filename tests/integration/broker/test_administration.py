@@ -153,11 +153,22 @@ async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_hav
     refused = await broker.admin.delete("/v1/meshes/left")
     assert (refused.status, refused.code) == (409, "mesh_holds_letters")
     await postgres.execute("DELETE FROM postroom.dead_letters")
+    await postgres.execute(
+        "INSERT INTO postroom.replays (context, message_id, subject, headers, payload)"
+        " VALUES ('left', 'one~billing.1', 'm', '{}', '1')"
+    )
+    refused = await broker.admin.delete("/v1/meshes/left")
+    assert (refused.status, refused.code) == (409, "mesh_holds_letters")
+    assert "worker replays list --mesh left" in refused.body["detail"]
+    await postgres.execute(
+        "UPDATE postroom.replays SET published_at = now(), stream = 'S', stream_created_at = now(), stream_sequence = 1"
+    )
     refused = await broker.admin.delete("/v1/meshes/left")
     assert (refused.status, refused.code) == (409, "mesh_holds_jobs")
     assert [mesh["slug"] for mesh in (await broker.admin.get("/v1/meshes")).body["meshes"]] == ["demo", "left"]
     await postgres.execute("TRUNCATE ledger.job CASCADE")
     assert (await broker.admin.delete("/v1/meshes/left")).status == 204
+    assert not await postgres.fetchval("SELECT count(*) FROM postroom.replays")
 
 
 async def test_subscribing_twice_is_subscribing_once(broker: Any) -> None:
