@@ -89,22 +89,21 @@ class Administration(Handlers):
             mesh_id = await _there("mesh", slug, connection, QUERIES["lock_mesh"], slug)
             (holds,) = await connection.fetch(QUERIES["mesh_holds"], mesh_id, slug)
             if holds["messages"]:
-                why = f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
-                raise Conflict.of("mesh_holds_messages", why)
+                why = f"the mesh {slug} still has messages, or ids of some by which duplicates are recognised"
+                raise Conflict.of("mesh_holds_messages", f"{why}: delete it again once retention has deleted the last")
             letters = LetterOperations(connection, js, slug, actor=request[PRINCIPAL].actor)
             if (await letters.page(LetterFilter(), limit=1)).letters:
                 why = f"the mesh {slug} still has dead letters: settle them first (`postroom dlq list --mesh {slug}`)"
                 raise Conflict.of("mesh_holds_letters", why)
             if holds["replays"]:
-                why = (
-                    f"replays of the mesh {slug} wait to be published: see `postroom worker replays list --mesh {slug}`"
-                )
-                raise Conflict.of("mesh_holds_letters", why)
+                raise Conflict.of("mesh_holds_letters", _waiting("replays", slug))
             if unread is not None and unread.code == NATS_UNREACHABLE:  # there may be more in their stream
                 raise PostroomError(unread)
             if holds["jobs"]:
                 why = f"the mesh {slug} still has jobs: delete it again once retention has deleted the last of them"
                 raise Conflict.of("mesh_holds_jobs", why)
+            if holds["events"]:
+                raise Conflict.of("mesh_holds_messages", _waiting("events", slug))
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
             await forget_daemons(connection, slug)
         self._authentication.forget()
@@ -399,6 +398,11 @@ async def _hold_topic(connection: Connection, mesh: str, topic: str) -> int:
 async def _hold_subscription(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
     topic_id, mesh_id = await _hold_topic(connection, mesh, topic), await _hold_mesh(connection, mesh)
     return topic_id, await _there("member", member, connection, QUERIES["hold_member"], mesh_id, member)
+
+
+def _waiting(source: str, mesh: str) -> str:
+    refused = f"`postroom worker {source} list --mesh {mesh}` shows those that are refused"
+    return f"{source} of the mesh {mesh} wait to be published: delete it again once a worker has done so ({refused})"
 
 
 def _exists(noun: str, name: str, *, with_token: bool = False) -> Conflict:

@@ -197,15 +197,19 @@ SELECT id FROM mesh.mesh WHERE slug = $1 FOR UPDATE;
 
 -- name: mesh_holds
 -- What the mesh $1 (by its name, $2) still has, which a new mesh of that name would have: messages or ids that are still
--- recognised, jobs; and whether a replay waits to be published.
+-- recognised, jobs; and whether a replay, or an event that a program emitted, waits to be published.
 SELECT
   EXISTS (SELECT FROM mesh.client_message_dedupe WHERE mesh_id = $1) AS messages,
   EXISTS (SELECT FROM ledger.job WHERE context = $2) AS jobs,
-  EXISTS (SELECT FROM postroom.replays WHERE context = $2 AND published_at IS NULL) AS replays;
+  EXISTS (SELECT FROM postroom.replays WHERE context = $2 AND published_at IS NULL) AS replays,
+  EXISTS (SELECT FROM postroom.outbox_events WHERE published_at IS NULL AND postroom.context_of(subject) = $2) AS events;
 
 -- name: delete_mesh
--- An empty mesh, with its members, topics and queues; and what was replayed in it, which a new mesh of its name would get.
-WITH deleted AS (DELETE FROM mesh.mesh WHERE id = $1 RETURNING slug)
+-- An empty mesh, with its members, topics and queues; and what was emitted or replayed in it, which a new mesh of its name
+-- would get.
+WITH
+  deleted AS (DELETE FROM mesh.mesh WHERE id = $1 RETURNING slug),
+  emitted AS (DELETE FROM postroom.outbox_events WHERE postroom.context_of(subject) IN (SELECT slug FROM deleted))
 DELETE FROM postroom.replays WHERE context IN (SELECT slug FROM deleted);
 
 -- name: find_mesh

@@ -93,7 +93,7 @@ FROM (
     publish_attempts, publish_error, NULL, NULL, NULL, 0, dropped_at, dropped_by, reason
   FROM postroom.dropped_events WHERE id = ANY ($1)
 ) AS event
-WHERE split_part(event.subject, '.', CASE WHEN starts_with(event.subject, 'cmd.') THEN 2 ELSE 1 END) = ANY ($2::text[])
+WHERE postroom.context_of(event.subject) = ANY ($2::text[])
 ORDER BY event.occurred_at LIMIT $4;
 
 -- name: find_deliveries

@@ -167,8 +167,17 @@ async def test_a_mesh_whose_dead_letters_or_jobs_a_new_one_of_its_name_would_hav
     assert (refused.status, refused.code) == (409, "mesh_holds_jobs")
     assert [mesh["slug"] for mesh in (await broker.admin.get("/v1/meshes")).body["meshes"]] == ["demo", "left"]
     await postgres.execute("TRUNCATE ledger.job CASCADE")
+    await postgres.execute("SELECT postroom.emit('left', 'order', '7', 'placed', '{}')")
+    refused = await broker.admin.delete("/v1/meshes/left")
+    assert (refused.status, refused.code) == (409, "mesh_holds_messages")
+    assert "worker events list --mesh left" in refused.body["detail"]
+    await postgres.execute(
+        "UPDATE postroom.outbox_events SET published_at = now(), stream = 'S', stream_created_at = now(),"
+        " stream_sequence = position"
+    )
     assert (await broker.admin.delete("/v1/meshes/left")).status == 204
     assert not await postgres.fetchval("SELECT count(*) FROM postroom.replays")
+    assert not await postgres.fetchval("SELECT count(*) FROM postroom.outbox_events")
 
 
 async def test_subscribing_twice_is_subscribing_once(broker: Any) -> None:

@@ -58,6 +58,10 @@ CREATE INDEX outbox_events_published ON postroom.outbox_events USING brin (publi
 CREATE UNIQUE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 
+-- The mesh of a subject: the first word, or the second where the subject is a command's.
+CREATE FUNCTION postroom.context_of(subject text) RETURNS text LANGUAGE sql IMMUTABLE
+RETURN split_part(subject, '.', CASE WHEN starts_with(subject, 'cmd.') THEN 2 ELSE 1 END);
+
 -- Whether a row may be published again: its time has come, or is further ahead than any wait, so that a clock that was ahead
 -- has set it.
 CREATE FUNCTION postroom.is_due(next_attempt_at timestamptz, longest_wait interval) RETURNS boolean LANGUAGE sql STABLE
@@ -266,8 +270,7 @@ RETURN (
     false
   )
   FROM postroom.inbox_messages AS inbox
-  WHERE inbox.source_context
-      = split_part(is_confirmed.subject, '.', CASE WHEN starts_with(is_confirmed.subject, 'cmd.') THEN 2 ELSE 1 END)
+  WHERE inbox.source_context = postroom.context_of(is_confirmed.subject)
     AND inbox.message_id = is_confirmed.id
 );
 

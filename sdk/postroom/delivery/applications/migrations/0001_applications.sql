@@ -11,7 +11,7 @@ CREATE TABLE postroom.known_meshes (
 CREATE FUNCTION postroom.check_known_mesh() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-  context text := split_part(NEW.subject, '.', CASE WHEN starts_with(NEW.subject, 'cmd.') THEN 2 ELSE 1 END);
+  context text := postroom.context_of(NEW.subject);
 BEGIN
   IF EXISTS (SELECT FROM postroom.known_meshes)
     AND NOT EXISTS (SELECT FROM postroom.known_meshes AS known WHERE known.slug = context)
