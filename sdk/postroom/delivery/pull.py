@@ -165,8 +165,9 @@ class Pull:
         except PostroomError as error:
             if isinstance(error, Conflict) and not error.retryable:
                 raise  # looking again changes nothing
-            _log.warning("consumer_unavailable", consumer=self._settings.durable, detail=str(error), code=error.code)
-            self.trouble = str(error)
+            if self.trouble != (why := str(error)):  # and not at each look
+                _log.warning("consumer_unavailable", consumer=self._settings.durable, detail=why, code=error.code)
+            self.trouble = why
             return False
         if self._epoch not in (None, epoch):
             _log.warning("consumer_recreated", consumer=self._settings.durable, stream=self._settings.stream)

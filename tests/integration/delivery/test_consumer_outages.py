@@ -5,10 +5,12 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from nats.errors import Error
+from structlog.testing import capture_logs
 from support.jetstream import DURABLE, Context, Script
 from support.waiting import until_so
 
@@ -218,6 +220,27 @@ async def test_a_connection_that_was_closed_for_good_ends_the_consumer(own: Cont
     with pytest.raises(Unavailable, match="closed"):
         await task
     await consumer.stop()
+
+
+async def test_a_stream_that_is_missing_is_logged_once_however_often_it_is_looked_for(
+    own: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    find = pull.Pull._find
+
+    async def counted(self: pull.Pull) -> datetime:
+        looks.append(self)
+        return await find(self)
+
+    monkeypatch.setattr(pull.Pull, "_find", counted)
+    with capture_logs() as lines:
+        async with own.consuming(Script(_slowly), stream="LATER") as consumer:
+            await until_so(lambda: _is(lambda: len(looks) > 3), "it was looked for several times")
+            assert "LATER" in (consumer.trouble or "")
+            await own.js.add_stream(name="LATER", subjects=["later.>"])
+            await until_so(lambda: _is(lambda: consumer.trouble is None), "it is found")
+        await own.js.delete_stream("LATER")
+    assert [line["event"] for line in lines].count("consumer_unavailable") == 1
 
 
 async def _exists(context: Context) -> bool:
