@@ -114,8 +114,7 @@ def _is_older(salts: bytes, current: bytes) -> bool:
 
 def _checksum(before: bytes, data: bytes, order: str) -> bytes:
     first, second = struct.unpack(">II", before)
-    words = iter(struct.unpack(f"{order}{len(data) // 4}I", data))
-    for word in words:
-        first = (first + word + second) & 0xFFFFFFFF
-        second = (second + next(words) + first) & 0xFFFFFFFF
+    for one, other in struct.iter_unpack(f"{order}II", data):
+        first = (first + one + second) & 0xFFFFFFFF
+        second = (second + other + first) & 0xFFFFFFFF
     return struct.pack(">II", first, second)
