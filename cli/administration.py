@@ -31,14 +31,15 @@ topics.add_typer(webhooks, name="webhook")
 
 
 def _name(kind: Literal["mesh", "member", "operator", "topic", "queue"], help_text: str, metavar: str = "NAME") -> Any:
-    """Describe an argument that is the name of such a thing; operators are not completed."""
+    """Describe an argument that is the name of such a thing."""
     offered = {
         "mesh": completion.meshes,
         "member": completion.members,
+        "operator": completion.operators,
         "topic": completion.topics,
         "queue": completion.queues,
     }
-    return typer.Argument(metavar=metavar, help=help_text, callback=named(kind), autocompletion=offered.get(kind))
+    return typer.Argument(metavar=metavar, help=help_text, callback=named(kind), autocompletion=offered[kind])
 
 
 MeshName = Annotated[str, _name("mesh", "The mesh, in snake_case.", "SLUG")]
@@ -151,13 +152,18 @@ def create_operator(
         str,
         typer.Option(
             metavar="ROLE",
-            parser=choice("role", get_args(OperatorRole)),
+            **choice("role", get_args(OperatorRole)),
             help="What it may do: look (at all but bodies), repair (and read those), or administer (everything).",
         ),
     ],
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="SLUG", callback=named("mesh"), help="Only in this mesh [default: in every mesh]."),
+        typer.Option(
+            metavar="SLUG",
+            callback=named("mesh"),
+            help="Only in this mesh [default: in every mesh].",
+            autocompletion=completion.meshes,
+        ),
     ] = None,
     token_out: TokenOut = None,
     as_json: Json = False,

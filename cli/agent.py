@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from cli import completion
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
@@ -27,7 +28,10 @@ Name = Annotated[
 Tenant = Annotated[
     str | None,
     typer.Option(
-        "--tenant", help="The mesh that it works in [default: from the config or POSTROOM_MESH].", metavar="SLUG"
+        "--tenant",
+        help="The mesh that it works in [default: from the config or POSTROOM_MESH].",
+        metavar="SLUG",
+        autocompletion=completion.meshes,
     ),
 ]
 Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspace there [default: default].")]

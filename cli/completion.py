@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, BrokerClient
+    from postroom._wire.unpublished import Durable
 
 Complete = Callable[[typer.Context, str], list[str]]
 
@@ -59,7 +60,8 @@ def _of_broker(find: Callable[[BrokerClient, str | None, list[str]], Awaitable[I
         file = options.get("token_file") or next(filter(None, map(os.environ.get, TOKEN_FILES)), None)
         token = read_token(None if file is None else Path(file))
         async with BrokerClient(options.get("url") or os.environ[_URL], token, patience=0, timeout=_SECONDS) as client:
-            mesh = options.get("mesh") or os.environ.get("POSTROOM_MESH") or (await client.whoami()).mesh
+            named = options.get("mesh")
+            mesh = named if isinstance(named, str) else os.environ.get("POSTROOM_MESH") or (await client.whoami()).mesh
             return await find(client, mesh, words)
 
     return _offering(ask)
@@ -100,10 +102,24 @@ async def _jobs(client: BrokerClient, mesh: str | None, words: list[str]) -> Ite
     return [str(job.id) for job in page.jobs if not allowed or job.state in allowed]
 
 
-async def _consumers(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
+async def _flows(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
+    from postroom._wire.jobs import JOBS, JobsQuery  # noqa: PLC0415
+
+    return [job.flow for job in (await client.list_things(JOBS, JobsQuery(mesh=mesh, limit=_MOST))).jobs]
+
+
+async def _durables(client: BrokerClient, mesh: str | None) -> list[Durable]:
     from postroom._wire.unpublished import CONSUMERS, ConsumersQuery  # noqa: PLC0415
 
-    return [one.consumer for one in (await client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh))).consumers]
+    return (await client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh))).consumers
+
+
+async def _consumers(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
+    return [one.consumer for one in await _durables(client, mesh)]
+
+
+async def _streams(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
+    return [one.stream for one in await _durables(client, mesh)]
 
 
 async def _meshes(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
@@ -122,6 +138,10 @@ async def _members(client: BrokerClient, mesh: str | None, _: list[str]) -> Iter
     return [member.name for member in await client.list_members(mesh) if member.revoked_at is None]
 
 
+async def _operators(client: BrokerClient, _: str | None, __: list[str]) -> Iterable[str]:
+    return [operator.name for operator in await client.list_operators() if operator.revoked_at is None]
+
+
 async def _destinations(client: BrokerClient, mesh: str | None, words: list[str]) -> Iterable[str]:
     kinds = {"topic": _topics, "queue": _queues, "dm": _members}
     return [f"{kind}:{name}" for kind, find in kinds.items() for name in await find(client, mesh, words)]
@@ -135,6 +155,15 @@ async def _failing(client: BrokerClient, mesh: str | None, words: list[str]) -> 
     return [one.id for one in page.failing]
 
 
+def words(known: Iterable[str]) -> Complete:
+    """Return a completion that offers these."""
+
+    async def find(*_: object) -> Iterable[str]:
+        return known
+
+    return _offering(find)
+
+
 def either(*ways: Complete) -> Complete:
     """Return a completion that offers all that several offer."""
     return lambda ctx, incomplete: list(dict.fromkeys(word for way in ways for word in way(ctx, incomplete)))
@@ -143,12 +172,15 @@ def either(*ways: Complete) -> Complete:
 rows = _of_daemon(_rows)
 letters = _of_broker(_letters)
 jobs = _of_broker(_jobs)
+flows = _of_broker(_flows)
 consumers = _of_broker(_consumers)
+streams = _of_broker(_streams)
 failing = _of_broker(_failing)
 meshes = _of_broker(_meshes)
 topics = _of_broker(_topics)
 queues = _of_broker(_queues)
 members = _of_broker(_members)
+operators = _of_broker(_operators)
 destinations = either(_of_broker(_destinations), _of_daemon(_row_destinations))
 anything = either(rows, letters, jobs)
 

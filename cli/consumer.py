@@ -24,7 +24,10 @@ COLUMNS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "LAST SE
 class Described(NamedTuple):
     """A consumer without a file."""
 
-    context: Annotated[str | None, typer.Option(help="Without a file: the mesh whose events.", metavar="SLUG")] = None
+    context: Annotated[
+        str | None,
+        typer.Option(help="Without a file: the mesh whose events.", metavar="SLUG", autocompletion=completion.meshes),
+    ] = None
     name: Annotated[
         str | None,
         typer.Option(help="Without a file: the consumer's name; consumers of one name share the work.", metavar="NAME"),
@@ -77,7 +80,10 @@ Names = Annotated[list[str] | None, several("Consumers, or STREAM/NAME", complet
 class Filters(NamedTuple):
     """The conditions that consumers match."""
 
-    stream: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of this stream.")] = None
+    stream: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only those of this stream.", autocompletion=completion.streams),
+    ] = None
 
 
 def operate(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:

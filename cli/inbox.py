@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from msgspec.structs import replace
 
+from cli import completion
 from cli.connect import with_daemon
 from cli.noun import Json, Paging, Socket, moment, named, noun
 from cli.output import json_line, line
@@ -29,10 +30,23 @@ class Filters(NamedTuple):
         typer.Option(parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"),
     ] = None
     sender: Annotated[
-        str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member"))
+        str | None,
+        typer.Option(
+            "--from",
+            help="Only from this member.",
+            metavar="MEMBER",
+            callback=named("member"),
+            autocompletion=completion.members,
+        ),
     ] = None
     destination: Annotated[
-        str | None, typer.Option("--to", help="Only to this destination, as in topic:orders.", metavar="DESTINATION")
+        str | None,
+        typer.Option(
+            "--to",
+            help="Only to this destination, as in topic:orders.",
+            metavar="DESTINATION",
+            autocompletion=completion.destinations,
+        ),
     ] = None
 
     def members(self) -> dict[str, Any]:

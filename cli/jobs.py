@@ -64,12 +64,14 @@ class Filters(NamedTuple):
         typer.Option(
             "--state",
             "--status",
-            parser=choice("state", get_args(JobState)),
+            **choice("state", get_args(JobState)),
             metavar="STATE",
             help="Only those that are running, closed, completed, failed or cancelled.",
         ),
     ] = None
-    flow: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this flow.")] = None
+    flow: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only of this flow.", autocompletion=completion.flows)
+    ] = None
     older_than: OlderThan = None
 
     def conditions(self) -> dict[str, Any]:

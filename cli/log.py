@@ -57,7 +57,7 @@ def log(
         typer.Option(
             "--at",
             metavar="PLACE",
-            parser=choice("place", ("broker", "daemon")),
+            **choice("place", ("broker", "daemon")),
             help="Only the log of the broker, or of the daemon [default: both].",
         ),
     ] = None,

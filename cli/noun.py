@@ -101,8 +101,8 @@ def rate(text: str) -> float:
     return float(match[1])
 
 
-def choice(thing: str, words: Sequence[str]) -> Callable[[str], str]:
-    """Make the parser of an option that is one of some words, in upper or lower case."""
+def choice(thing: str, words: Sequence[str]) -> dict[str, Any]:
+    """Describe an option that is one of some words, in upper or lower case, which a shell offers."""
 
     def parse(text: str) -> str:
         for word in words:
@@ -110,7 +110,7 @@ def choice(thing: str, words: Sequence[str]) -> Callable[[str], str]:
                 return word
         raise typer.BadParameter(f"{text!r} is not a {thing}: {', '.join(words)}")
 
-    return parse
+    return {"parser": parse, "autocompletion": completion.words(words)}
 
 
 def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Callable[[Any], Any]:

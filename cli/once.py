@@ -130,7 +130,7 @@ def list_(
     state: Annotated[
         str | None,
         typer.Option(
-            parser=choice("state", get_args(KeyState)),
+            **choice("state", get_args(KeyState)),
             metavar="STATE",
             help="Only those that are PENDING, COMMITTED or FAILED.",
         ),

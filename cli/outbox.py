@@ -79,7 +79,7 @@ class Filters(NamedTuple):
         typer.Option(
             "--status",
             "--state",
-            parser=choice("status", STATUSES),
+            **choice("status", STATUSES),
             metavar="STATUS",
             help=f"Only rows that are {', '.join(STATUSES[:-1])} or aborted.",
         ),
@@ -150,7 +150,9 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
 def requeue(
     *,
     ids: Ids = None,
-    row: Annotated[str | None, typer.Option("--id", metavar="ROW", help="The row, if it is one.")] = None,
+    row: Annotated[
+        str | None, typer.Option("--id", metavar="ROW", help="The row, if it is one.", autocompletion=completion.rows)
+    ] = None,
     auto: Annotated[bool, typer.Option("--auto", help="Use a fresh client_message_id (the default).")] = False,
     new_client_id: Annotated[str | None, typer.Option(metavar="ID", help="The successor's client_message_id.")] = None,
     patch_payload: Annotated[
@@ -371,6 +373,7 @@ def install(
             metavar="SLUG",
             help="A mesh that may be emitted to, until a worker brings the broker's list. Repeatable [default: any].",
             callback=named("mesh"),
+            autocompletion=completion.meshes,
         ),
     ] = None,
     as_json: Json = False,

@@ -22,10 +22,24 @@ from postroom.chassis.exits import Exit, Fatal, Finding
 if TYPE_CHECKING:
     from daemon.config import DaemonConfig
 
+
+def _pipelines(incomplete: str) -> list[str]:
+    from pipeline.runner import PIPELINES  # noqa: PLC0415
+
+    return [name for name in PIPELINES if name.startswith(incomplete)]
+
+
 AcceptLostIds = Annotated[
     bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be used again.")
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The pipeline; `postroom pipeline list` shows them.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="The pipeline; `postroom pipeline list` shows them.",
+        autocompletion=_pipelines,
+    ),
+]
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Its options, as mesh=sea since=2026-11-01.")
 ]

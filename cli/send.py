@@ -19,7 +19,7 @@ from cli import completion
 from cli.connect import RESTARTING, with_daemon
 from cli.files import emptied, open_source, read_source, size_of
 from cli.message import PRIORITIES, body_of, send_one
-from cli.noun import Json, Socket, duration, file_name, named, noun, time_of
+from cli.noun import Json, Socket, choice, duration, file_name, named, noun, time_of
 from cli.output import json_line, line, note, progress
 from postroom import Client, SendRequest
 from postroom._wire.arguments import compose
@@ -67,10 +67,18 @@ def send(
         typer.Option(metavar="TEXT", help="Line 7 gets the id TEXT-000000007, so that a run can be repeated."),
     ] = None,
     meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Meta data; may be repeated.")] = None,
-    priority: Annotated[str, typer.Option(help="now, next or low.")] = "next",
+    priority: Annotated[
+        str, typer.Option(**choice("priority", PRIORITIES), metavar="PRIORITY", help="now, next or low.")
+    ] = "next",
     reply_to: Annotated[str | None, typer.Option(metavar="ID", help="The message that this one answers.")] = None,
     mention: Annotated[
-        list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.", callback=named("member"))
+        list[str] | None,
+        typer.Option(
+            metavar="MEMBER",
+            help="May be repeated.",
+            callback=named("member"),
+            autocompletion=completion.members,
+        ),
     ] = None,
     not_before: Annotated[str | None, typer.Option(metavar="TIME", help="Not before 2026-11-21T09:00:00Z.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the broker has accepted the message.")] = False,
@@ -87,8 +95,6 @@ def send(
     socket: Socket = None,
 ) -> None:
     """Send a message; when this ends with exit code 0 the message is on disk, and will be sent."""
-    if priority not in PRIORITIES:
-        raise typer.BadParameter(f"{priority!r} is not a priority: use now, next or low", param_hint="--priority")
     if timeout is not None and not wait:
         raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
     _check_prefix(id_prefix)

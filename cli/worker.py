@@ -44,7 +44,14 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import check_library_is_visible
 
 Context = Annotated[
-    str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
+    str | None,
+    typer.Option(
+        "--context",
+        "--mesh",
+        help="Only of this mesh [default: all].",
+        metavar="SLUG",
+        autocompletion=completion.meshes,
+    ),
 ]
 Ids = Annotated[list[str] | None, several("Which, by id", completion.failing)]
 

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.operated import operated_broker
 from support.terminal import COMMAND, SECONDS, Outcome, Terminal
 
 from broker.database import migrate
+from cli.app import VERBS
 
+NAMED = {"DESTINATION", "MEMBER", "PLACE", "PRIORITY", "ROW", "SLUG", "STATE", "STATUS", "TO"}  # metavars
 COMPLETE = """
 complete_it() {
     COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
@@ -76,6 +79,46 @@ def test_names_are_offered_of_the_mesh_that_is_meant(administrator: Terminal) ->
     assert offered(administrator, "member", "revoke", "--mesh", "sea", "a") == ["alice"]
     administrator.environment["POSTROOM_MESH"] = "sea"
     assert offered(administrator, "send", "") == ["topic:offers", "topic:orders", "queue:work.slow", "dm:alice"]
+
+
+def test_operators_are_offered_to_who_administers_them(administrator: Terminal) -> None:
+    for name in ("lea", "max"):
+        assert administrator.run("operator", "create", name, "--role", "repair").code == 0
+    assert administrator.run("operator", "revoke", "max", "--yes").code == 0
+    assert offered(administrator, "operator", "revoke", "") == ["lea"]
+    assert offered(administrator, "operator", "create", "ina", "--role", "repair", "--mesh", "s") == ["sea"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("outbox", "list", "--status", "d"), ["done", "dead"]),
+        (("send", "dm:bob", "hello", "--priority", ""), ["now", "next", "low"]),
+        (("once", "list", "--state", ""), ["PENDING", "COMMITTED", "FAILED"]),
+        (("jobs", "cancel", "--state", "c"), ["closed", "completed", "cancelled"]),
+        (("operator", "create", "lea", "--role", "r"), ["repair"]),
+        (("log", "--at", ""), ["broker", "daemon"]),
+        (("pipeline", "run", "audit"), ["audit-log"]),
+    ],
+)
+def test_what_is_one_of_a_few_words_is_offered_without_any_server(words: tuple[str, ...], expected: list[str]) -> None:
+    assert offered(Terminal(), *words) == expected
+
+
+def parameters(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each parameter of a command, and of those below it, with the words that lead to it."""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from parameters(below, f"{path} {name}")
+    yield from ((path, each) for each in command.params)
+
+
+def test_every_value_that_is_a_name_or_one_of_a_few_words_is_offered() -> None:
+    assert not [
+        (path, each.name)
+        for name, verb in VERBS.items()
+        for path, each in parameters(verb.command(), name)
+        if (each.metavar or "").strip("[]") in NAMED and each._custom_shell_complete is None
+    ]
 
 
 def test_bash_completes_behind_a_colon_where_it_cuts_words(administrator: Terminal, tmp_path: Path) -> None:
