@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox import errors
-from outbox.model import HELD, Accepted, Caller, Unanswered
+from outbox.model import DUE, HELD, Accepted, Caller, Unanswered
 from outbox.relay import WalkedPast, report
 from outbox.settled import find_row, find_send, unpack
 from outbox.transaction import Transaction, room_of
@@ -90,7 +90,8 @@ class Act(NamedTuple):
         row = row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
         if self.verb == "requeue" and row.pruned and self.patch is None:
             raise errors.payload_pruned(row.id, row.status)
-        why = why_not(self.verb, row.status, held=bool(row.held))
+        early = (row.not_before or 0) > transaction.now
+        why = why_not(self.verb, row.status, held=bool(row.held), early=early)
         if why is not None:
             raise errors.wrong_state(self.verb, row.id, why)
         forced = None
@@ -154,9 +155,8 @@ class Act(NamedTuple):
         return self._move(transaction, row, transaction.lane(row.priority, row.next_attempt_at), row.next_attempt_at)
 
     def flush(self, transaction: Transaction, row: _Row) -> tuple[str, str | None]:
-        """Make the row due, unless its `not_before` is later."""
-        due = max(transaction.now, row.not_before or 0)
-        return self._move(transaction, row, transaction.lane(row.priority, due), due)
+        """Make the row due."""
+        return self._move(transaction, row, DUE[row.priority], transaction.now)
 
     def _move(self, transaction: Transaction, row: _Row, lane: int, due: int) -> tuple[str, str | None]:
         transaction.execute(_QUERIES["move"], {"seq": row.seq, "lane": lane, "next_attempt_at": due})
@@ -212,14 +212,17 @@ _STATE: Final[dict[RowStatus, str]] = {
 }
 
 
-def why_not(verb: Verb, status: RowStatus, *, held: bool) -> str | None:
-    """Return why a row's state forbids `verb`, as the end of a sentence; None where it does not."""
+def why_not(verb: Verb, status: RowStatus, *, held: bool, early: bool = False) -> str | None:
+    """Return why a row's state forbids `verb`, as the end of a sentence; None where it does not.
+
+    A row is `early` while its `not_before` has not come.
+    """
     allowed = VERBS[verb]
     if status not in allowed.states:
         return _STATE[status]
-    if allowed.held is None or allowed.held == held:
-        return None
-    return "it is not held" if allowed.held else "it is held: release it"
+    if allowed.held is not None and allowed.held != held:
+        return "it is not held" if allowed.held else "it is held: release it"
+    return "its `not_before` has not come" if allowed.urges and early else None
 
 
 def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:

@@ -34,7 +34,7 @@ from outbox.transaction import Step
 from postroom._wire.accept_table import AcceptedRow
 from postroom._wire.ids import new_ids, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
-from postroom._wire.moment import from_milliseconds
+from postroom._wire.moment import from_milliseconds, to_milliseconds
 from postroom._wire.operations import MAX_IDS, VERBS, RowFilter, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
@@ -373,7 +373,9 @@ class Outbox(reader.Reader):
             result.matched += len(page.rows)
             able: list[str] = []
             for row in page.rows:
-                (able if operations.why_not(verb, row.status, held=row.held) is None else result.skipped).append(row.id)
+                early = row.not_before is not None and to_milliseconds(row.not_before) > self._clock()
+                why_not = operations.why_not(verb, row.status, held=row.held, early=early)
+                (able if why_not is None else result.skipped).append(row.id)
             if dry_run:
                 result.done += able
             else:

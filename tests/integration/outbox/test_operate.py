@@ -149,13 +149,20 @@ async def test_hold_and_release_keep_the_time_of_the_next_attempt(outbox: Outbox
     assert await outbox.claim() == []
 
 
-async def test_flush_retries_now_but_never_before_its_time(outbox: Outbox) -> None:
+async def test_flush_retries_now_but_refuses_a_row_before_its_time(outbox: Outbox, clock: Clock) -> None:
     row_id = await row_in(outbox, "inflight")
     await outbox.settle([retry(row_id, 60_000)])
     (later,) = await accepted(outbox, send("later", not_before=START + 60_000))
     await outbox.act("flush", row_id, **WHY)
-    await outbox.act("flush", later.row_id, **WHY)
+    with pytest.raises(Conflict, match="its `not_before` has not come") as refusal:
+        await outbox.act("flush", later.row_id, **WHY)
+    assert refusal.value.code == "wrong_state"
+    for dry_run in (True, False):
+        result = await outbox.bulk("flush", RowFilter(), dry_run=dry_run, **WHY)
+        assert (result.done, result.skipped) == ([row_id], [later.row_id])
     assert [row.row_id for row in await outbox.claim()] == [row_id]
+    clock.forward(61)
+    assert (await outbox.act("flush", later.row_id, **WHY)).status == "pending"
 
 
 async def test_a_held_row_is_not_flushed_nor_held_again(outbox: Outbox) -> None:
