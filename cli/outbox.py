@@ -412,7 +412,8 @@ def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -
         row = with_daemon(
             meant.socket, lambda client: client.act(verb, ids[0], reason=reason, force=meant.force, **successor)
         )
-        requeued = f"{ids[0]} requeued as {row.id}, client_message_id {row.client_message_id}"
+        kept = ", and is held like it" * row.held
+        requeued = f"{ids[0]} requeued as {row.id}, client_message_id {row.client_message_id}{kept}"
         said = requeued if verb == "requeue" else f"{row.id} {done_as}"
         json_line(row) if change.as_json else line(said)
         return

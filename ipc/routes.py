@@ -45,7 +45,7 @@ CALLER = "caller"
 OPERATOR = "operator"
 _BODY = (400, 403, 413, 415)  # statuses of refused bodies
 _SEND = (*_BODY, 409, 429, 503, 507)
-_VERB = (*_BODY, 404, 409)
+_VERB = (*_BODY, 404, 409, 507)
 _SEND_HEADERS: Final = MappingProxyType(
     {
         "Idempotency-Key": "the message's id; it wins over the `client_message_id` of the body",

@@ -109,14 +109,16 @@ class Act(NamedTuple):
         client_message_id = self.new_client_message_id or fresh
         if find_send(transaction.db, client_message_id, transaction.salt) is not None:
             raise errors.id_taken(client_message_id)
-        _abort(transaction, row, successor)
         patch = self.patch
+        payload, size = (patch.payload, len(patch.payload)) if patch else (None, row.payload_bytes)
+        if room_of(size) - row.room > max(0, transaction.headroom):
+            raise errors.outbox_full(transaction.max_bytes)
+        _abort(transaction, row, successor)
         priority = patch.priority if patch else row.priority
         not_before = row.not_before
         if patch is not None and patch.not_before is not None:
             not_before = to_milliseconds(patch.not_before)
         due = max(transaction.now, not_before or 0)
-        payload, size = (patch.payload, len(patch.payload)) if patch else (None, row.payload_bytes)
         if patch is None and spans.wanted():
             kept = transaction.value(_QUERIES["payload_of"], (row.seq,))
             payload = _in_a_trace_of_its_own(kept, client_message_id)
@@ -128,7 +130,7 @@ class Act(NamedTuple):
             "fingerprint": patch.fingerprint if patch else None,
             "now": transaction.dated,
             "next_attempt_at": due,
-            "lane": transaction.lane(priority, due),
+            "lane": HELD if row.held else transaction.lane(priority, due),
             "priority": priority,
             "destination": patch.destination if patch else None,
             "not_before": not_before,

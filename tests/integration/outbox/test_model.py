@@ -146,14 +146,15 @@ class Model(RuleBasedStateMachine):
                 row.status, row.held = "done", False
                 return
         answer = self.do(self.outbox.act(verb, self.ids[name], **WHY))
+        if verb == "requeue":
+            self.add(answer.client_message_id, answer.id, row.fingerprint, row.priority, row.destination)
+            self.rows[answer.client_message_id].held = row.held
         if VERBS[verb].retires:
             row.status, row.held = "aborted", False
         if verb in ("hold", "release"):
             row.held = verb == "hold"
         if verb == "flush":
             row.due = self.clock.now
-        if verb == "requeue":
-            self.add(answer.client_message_id, answer.id, row.fingerprint, row.priority, row.destination)
 
     @rule(seconds=st.sampled_from([1, 4, 60]))
     def time_passes(self, seconds: int) -> None:

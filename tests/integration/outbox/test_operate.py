@@ -130,11 +130,13 @@ async def test_the_same_row_requeued_twice_at_once_has_one_successor(outbox: Out
     assert len((await outbox.inspect(row_id)).chain) == 2
 
 
-async def test_a_held_row_is_requeued_free(outbox: Outbox) -> None:
+async def test_the_successor_of_a_held_row_is_held_until_it_is_released(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "pending")
     await outbox.act("hold", row_id, **WHY)
     successor = await outbox.act("requeue", row_id, **WHY)
-    assert not successor.held
+    assert successor.held
+    assert await outbox.claim() == []
+    await outbox.act("release", successor.id, **WHY)
     assert [row.row_id for row in await outbox.claim()] == [successor.id]
 
 

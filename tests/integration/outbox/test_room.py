@@ -157,6 +157,20 @@ async def test_dead_rows_count_as_waiting_and_the_refusal_says_so(open_outbox: O
     await outbox.close()
 
 
+async def test_a_requeue_with_a_larger_message_is_refused_where_there_is_no_room_for_it(
+    open_outbox: OpenOutbox,
+) -> None:
+    async with await open_outbox(max_bytes=MIB) as outbox:
+        await accepted(outbox, send("small"), send("large", "x" * 900_000))
+        larger = send("patch", "x" * 200_000)
+        with pytest.raises(TryAgain, match="95 % of") as refusal:
+            await outbox.act("requeue", "small", patch=larger, **WHY)
+        assert (refusal.value.code, (await outbox.row("small")).status) == ("outbox_full", "pending")
+        successor = await outbox.act("requeue", "large", **WHY)  # it takes no more than what it replaces
+        await outbox.act("requeue", successor.id, patch=larger, **WHY)
+        await outbox.act("requeue", "small", patch=larger, **WHY)  # now there is room
+
+
 async def test_a_file_that_is_beyond_a_lowered_max_bytes_takes_new_messages_and_shrinks(
     open_outbox: OpenOutbox, database: Path
 ) -> None:
