@@ -138,6 +138,8 @@ _CommonKey = tuple[str, _Priority, _Owner, str, _Number]
 _Payload = tuple[int, bytes]
 _LogLine = tuple[int, _Time, str, str, str, str | None, str | None]
 _Recovered = tuple[_Time, _Number, _Number | None, _Number, _Time | None, str | None]
+_FailedPosts = tuple[int, str]
+_Posts = Annotated[list[tuple[_Time, _Number, str, str, _Time, _Number]], Meta(max_length=20)]  # of a row, as JSON
 _Tally = tuple[int, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number]  # the counters
 _Control = tuple[str, Literal[0, 1], float | None]
 _Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
@@ -280,6 +282,10 @@ class _Salvage:
         self._new.execute(_QUERIES["report_again"])
         if missing is None or self._pages.damaged_frames:  # rows may be older than they were
             self._new.execute(OPERATIONS["doubt"], {"now": self._now})
+        for seq, posts in self._rows("outbox_failed_posts", _FailedPosts):
+            with contextlib.suppress(msgspec.MsgspecError):
+                msgspec.json.decode(posts, type=_Posts)
+                self._new.execute(_QUERIES["keep_failed_posts"], {"seq": seq, "posts": posts})
         for line in self._rows("operator_log", _LogLine):
             self._new.execute(_QUERIES["keep_log_line"], line)
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()

@@ -81,6 +81,12 @@ INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at
                     history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_bytes)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
+-- name: keep_failed_posts
+-- Write what is known of the failed posts of a row into the new file, if that has the row.
+INSERT INTO outbox_failed_posts (seq, posts)
+SELECT :seq, :posts WHERE EXISTS (SELECT 1 FROM outbox WHERE outbox.seq = :seq)
+ON CONFLICT DO NOTHING;
+
 -- name: keep_log_line
 -- Write a line of the operator log into the new file, unless damage has left one that no operator can have made.
 INSERT OR IGNORE INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?);

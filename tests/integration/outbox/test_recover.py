@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.outboxes import START, WHY, accepted, counted, done, killed_at_a_rename, opened, row_in, send
+from support.outboxes import START, WHY, accepted, counted, done, killed_at_a_rename, opened, retry, row_in, send
 
 from outbox import Outbox
-from outbox.model import SCHEMA
+from outbox.model import SCHEMA, Post
 from outbox.recover import recover
 from postroom._wire.message import SendRequest, prepare
 from postroom.chassis.exits import Exit, Fatal
@@ -79,6 +79,16 @@ async def test_rows_with_a_not_before_at_either_end_of_the_calendar_are_saved(
     outbox = await open_outbox()
     assert [(await outbox.row(str(time.year))).not_before for time in times] == times
     await outbox.close()
+
+
+async def test_the_failed_posts_of_a_row_are_saved(state: Path, open_outbox: OpenOutbox) -> None:
+    async with await open_outbox() as outbox:
+        row_id = await row_in(outbox, "inflight")
+        await outbox.settle([retry(row_id)], Post(START, 30, "https://broker.example.com"))
+        before = (await outbox.inspect(row_id)).failed_posts
+    assert (len(before), recover(state).whole) == (1, True)
+    async with await open_outbox() as outbox:
+        assert (await outbox.inspect(row_id)).failed_posts == before
 
 
 @pytest.mark.usefixtures("filled")
