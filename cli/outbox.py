@@ -354,7 +354,9 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
             damage = f"damaged: {counted(recovery.damaged_frames, 'page')} of the write-ahead log"
             line(f"{damage}: rows may be older than they were")
         line(f"the damaged files are kept as {recovery.damaged}")
-        if recovery.missing != 0:
+        if recovery.unaccepted:
+            if recovery.missing == 0:
+                line("rows that an earlier recovery could not save are still missing")
             line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
     if not recovery.whole:
         raise typer.Exit(Exit.FAILED)

@@ -64,11 +64,12 @@ class Recovery(NamedTuple):
     log_lines: int
     lost_log_lines: int
     damaged_frames: int  # pages of the write-ahead log: what is saved from them may be older than it was
+    unaccepted: bool  # rows are missing, of this recovery or an earlier one, and no operator has accepted that yet
 
     @property
     def whole(self) -> bool:
         """Whether nothing that was written is missing."""
-        return self.missing == 0 and not self.lost_log_lines and not self.damaged_frames
+        return not (self.unaccepted or self.lost_log_lines or self.damaged_frames)
 
 
 _Time = Annotated[int, Meta(ge=-62_135_596_800_000, lt=253_402_300_800_000)]  # ms since the epoch, in Python's calendar
@@ -296,7 +297,9 @@ class _Salvage:
         for recovery in self._rows("outbox_recovery", _Recovered, numbered=False):
             self._new.execute(_QUERIES["keep_recovery"], recovery)
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
-        return Recovery(source, saved, missing, buried, lines, max(0, last - lines), self._pages.damaged_frames)
+        (unaccepted, _) = self._new.execute(_QUERIES["unaccepted"]).fetchone()
+        lost_lines, frames = max(0, last - lines), self._pages.damaged_frames
+        return Recovery(source, saved, missing, buried, lines, lost_lines, frames, bool(unaccepted))
 
     def _rows(self, table: str, kind: Any, *, numbered: bool = True) -> Iterator[Any]:
         """Yield the rows of a table that are of their kind, with their numbers; the newest of each first."""

@@ -254,6 +254,8 @@ def test_a_recovery_with_rows_missing_fails_and_the_daemon_starts_once_that_is_a
     recovered = user.run("outbox", "recover", "--yes")
     assert recovered.code == 1
     assert "missing: 3 rows" in recovered.out
+    again = user.run("outbox", "recover", "--yes")
+    assert (again.code, "missing: 0 rows" in again.out, "--accept-lost-ids" in again.out) == (1, True, True)
     refused = user.shell("postroom daemon run")  # a process of its own: it changes its umask
     assert refused.code == 78
     assert "3 rows are missing" in refused.err
@@ -265,7 +267,10 @@ def test_a_recovery_with_rows_missing_fails_and_the_daemon_starts_once_that_is_a
         accepting.terminate()
     assert accepting.returncode == 0
     with closing(sqlite3.connect(database)) as db:
-        assert db.execute("SELECT missing, accepted_by LIKE 'uid %' FROM outbox_recovery").fetchall() == [(3, 1)]
+        assert db.execute("SELECT missing, accepted_by LIKE 'uid %' FROM outbox_recovery").fetchall() == [
+            (3, 1),
+            (0, None),
+        ]
 
 
 def test_the_relay_is_paused_and_resumed(terminal: Terminal, daemon: LoneDaemon) -> None:
