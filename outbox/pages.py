@@ -65,7 +65,9 @@ class Pages:
         self._unsound: set[int] = set()
         self._strays: list[int] = []
         self._commits: list[int] = []  # places of sound frames that end a transaction
+        self._length = 0  # of the log, in frames
         self._frames = self._read_log()
+        self.cut_off = self._length < self._log.frames_of_index(Path(f"{database}-shm"))  # the log lacks transactions
         self.count = max(self._in_file, *self._frames, 0)
         self._newest = lru_cache(maxsize=1024)(lambda number: next(self._contents(number)))
 
@@ -119,12 +121,11 @@ class Pages:
         """
         frames: dict[int, list[int]] = {}
         uncommitted: list[tuple[int, int]] = []
-        last = 0
         for place, number, committed, sound in self._log.frames():
-            last = place + 1
+            self._length = place + 1
             if not sound:
                 self._unsound.add(place)
-            if sound or 0 < number <= self._in_file + last:
+            if sound or 0 < number <= self._in_file + self._length:
                 uncommitted.append((number, place))
             else:
                 self._strays.append(place)

@@ -420,7 +420,7 @@ class _Salvage:
         Counters are trusted where all of them fit what was found: rows that are missing took room. A number is trusted
         where two of the tables and indexes have one as high.
         """
-        if not self._pages.is_current(self._roots["tally"]):
+        if self._pages.cut_off or not self._pages.is_current(self._roots["tally"]):
             return None
         for _, *states, payloads, moved, waiting_room, kept_room in self._rows("tally", _Tally):
             missing: int = sum(states) - saved

@@ -5,7 +5,8 @@ That is right for what a power cut or a kill left unfinished, which was never co
 frame was damaged later. The two differ: a transaction is on disk before the next one is written, so where a whole
 transaction and the beginning of another follow the fault, the log was whole once.
 
-In the last transaction of a log the two look the same: a damaged one like one that was never finished.
+In the last transaction of a log the two look the same: a damaged one like one that was never finished. Nor does a log
+show that transactions were cut off its end. Only SQLite's index beside it, if a kill left that, knows how long it was.
 """
 
 import os
@@ -19,6 +20,7 @@ PAGE: Final = 4096  # bytes: what every file of ours has
 _HEADER: Final = 32  # bytes of a log
 _FRAME_HEADER: Final = 24
 _FRAME: Final = _FRAME_HEADER + PAGE
+_INDEX: Final = struct.Struct("=16xI12x8s8x")  # https://www.sqlite.org/walformat.html: how many frames, and the salts
 _BIG_ENDIAN: Final = b"\x37\x7f\x06\x83"  # begins a log whose checksums are
 _GENERATIONS: Final = 2**20  # the first salt of frames that a new log has not overwritten yet may be older by so much
 
@@ -66,6 +68,19 @@ class Log:
             due = written if sound else due
             number, pages = struct.unpack(">II", frame[:8])
             yield Frame(place, number, bool(pages), sound and salts[place] == current)
+
+    def frames_of_index(self, index: Path) -> int:
+        """Return how many frames there were by SQLite's index of this log; 0 where the file has all of them."""
+        try:
+            with index.open("rb") as file:
+                content = file.read(2 * _INDEX.size + 4)
+            header = content[: _INDEX.size]
+            frames, salts = _INDEX.unpack(header)
+            (moved,) = struct.unpack_from("=I", content, 2 * _INDEX.size)
+        except (OSError, struct.error):
+            return 0
+        own = read(self._file, _HEADER - 16, 8) if self._file >= 0 else salts
+        return frames if content[_INDEX.size :].startswith(header) and salts == own and frames > moved else 0
 
     def page_at(self, place: int) -> bytes:
         """Return the page that a frame holds."""

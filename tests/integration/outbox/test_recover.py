@@ -20,6 +20,7 @@ from outbox.model import SCHEMA, Post
 from outbox.recover import recover
 from postroom._wire.message import SendRequest, prepare
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.wal import Log
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
 PAGE = 4096
@@ -302,6 +303,32 @@ async def test_rows_that_only_the_write_ahead_log_holds_are_saved(state: Path, d
     recovery = recover(state)
     assert recovery.saved == 305
     assert counted(database)["pending"] == 302
+
+
+def cut_off(log: Path, transactions: int) -> None:
+    """Cut the last transactions off a log."""
+    with log.open("r+b") as file:
+        commits = [frame.place for frame in Log(file.fileno()).frames() if frame.commits]
+        file.truncate(32 + (commits[-1 - transactions] + 1) * (24 + PAGE))
+
+
+@pytest.mark.parametrize("cut", [0, 3], ids=["whole", "cut"])
+async def test_where_transactions_were_cut_off_a_log_the_number_of_missing_rows_is_unknown(
+    state: Path, database: Path, open_outbox: OpenOutbox, cut: int
+) -> None:
+    outbox = await open_outbox()
+    for number in range(6):
+        await accepted(outbox, send(f"id-{number}"))
+    copies = {file.name: file.read_bytes() for file in state.glob("outbox.db*")}
+    await outbox.close()
+    for name, content in copies.items():
+        (state / name).write_bytes(content)
+    cut_off(Path(f"{database}-wal"), cut)
+    recovery = recover(state)
+    assert (recovery.saved, recovery.missing, recovery.whole) == (6 - cut, None if cut else 0, not cut)
+    if cut:
+        with pytest.raises(Fatal, match="--accept-lost-ids"):
+            await open_outbox()
 
 
 @pytest.mark.usefixtures("with_a_log")
