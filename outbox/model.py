@@ -16,7 +16,7 @@ from postroom.chassis.ownership import user_name
 from postroom.chassis.sqlite import Schema
 
 NAME: Final = "outbox"  # of its files
-SCHEMA: Final = Schema.of("outbox", "PSTR")
+SCHEMA: Final = Schema.of("outbox", "PSTR", own_page=15)  # that of `outbox_salt`
 DUE: Final[dict[Priority, int]] = {"now": 0, "next": 1, "low": 2}  # the lanes that a claim takes from, in this order
 WAITING: Final = 3  # the lane of rows that wait until next_attempt_at
 HELD: Final = 4  # the lane of rows that an operator has to release

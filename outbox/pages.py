@@ -51,9 +51,9 @@ class Row(NamedTuple):
 
 
 class Pages:
-    """A file with its write-ahead log, page by page."""
+    """A file with its write-ahead log, page by page; by `own_page` a log of another file is left out."""
 
-    def __init__(self, database: Path) -> None:
+    def __init__(self, database: Path, own_page: int) -> None:
         self._file = os.open(database, os.O_RDONLY | os.O_CLOEXEC)
         self._in_file = os.fstat(self._file).st_size // PAGE
         try:
@@ -61,13 +61,17 @@ class Pages:
         except FileNotFoundError:
             self._log_file = -1
         self._log = Log(self._log_file)
+        is_of_another = self._log.is_of_another(database, own_page)
+        if is_of_another:
+            self._log = Log(-1)
         self.damaged_frames = 0  # pages in the log that are not what was written
         self._unsound: set[int] = set()
         self._strays: list[int] = []
         self._commits: list[int] = []  # places of sound frames that end a transaction
         self._length = 0  # of the log, in frames
         self._frames = self._read_log()
-        self.cut_off = self._length < self._log.frames_of_index(Path(f"{database}-shm"))  # the log lacks transactions
+        written = self._log.frames_of_index(Path(f"{database}-shm"))
+        self.cut_off = is_of_another or self._length < written  # the log lacks transactions
         self.count = max(self._in_file, *self._frames, 0)
         self._newest = lru_cache(maxsize=1024)(lambda number: next(self._contents(number)))
 

@@ -224,7 +224,7 @@ def _salvage(source: Path, fresh: Path, now: int, *, is_older: bool) -> Recovery
     except OSError as error:
         why = why_refused(error, "check the state directory")
         raise Fatal(Exit.CONFIG, f"cannot recover {source}: {why}") from error
-    with contextlib.closing(Pages(source)) as pages:
+    with contextlib.closing(Pages(source, SCHEMA.own_page)) as pages:
         _refuse_later(pages, source)
         store.remove(fresh)  # of a recovery that was cut short
         created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

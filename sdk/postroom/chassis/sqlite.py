@@ -42,18 +42,21 @@ _BROKEN: Final = frozenset(
 class Schema(NamedTuple):
     """What a kind of file holds: numbered steps, forward only, and the mark of the kind in the file's header.
 
+    `own_page`, if there is one, never changes, and by it a log is recognised as another file's (`Log.is_of_another`).
+
     The first step is `schema.sql`, the others are the package's migrations, from 0002 on. Each ends by setting
     `user_version` to its number.
     """
 
     application_id: int
     steps: Mapping[int, str]
+    own_page: int = 0
 
     @classmethod
-    def of(cls, package: str, mark: str, file: str = "schema.sql") -> Self:
+    def of(cls, package: str, mark: str, file: str = "schema.sql", *, own_page: int = 0) -> Self:
         """Read the schema of `package`; `mark` is four letters."""
         later = {version: sql for version, _, sql in migrations(package, first=2)}
-        return cls(int.from_bytes(mark.encode("ascii"), "big"), {1: read_sql(package, file)} | later)
+        return cls(int.from_bytes(mark.encode("ascii"), "big"), {1: read_sql(package, file)} | later, own_page)
 
     @property
     def version(self) -> int:
@@ -106,7 +109,7 @@ def open_writer(
         refuse_link(Path(f"{path}{part}"))
     may_be_new = not was_opened or not path.exists()
     create_private(path)
-    if damage := check_log(path):
+    if damage := check_log(path, schema.own_page):
         raise Damaged(damage)
     try:
         db = _connect(path, "rw")

@@ -69,6 +69,21 @@ class Log:
             number, pages = struct.unpack(">II", frame[:8])
             yield Frame(place, number, bool(pages), sound and salts[place] == current)
 
+    def is_of_another(self, database: Path, page: int) -> bool:
+        """Return whether it is another file's: the page never changes, and its last 8 bytes are each file's own."""
+        if self._file < 0:
+            return False
+        with database.open("rb") as file:
+            own = read(file.fileno(), (page - 1) * PAGE, PAGE)
+        salts = read(self._file, _HEADER - 16, 8)
+        for place in range((os.fstat(self._file).st_size - _HEADER) // _FRAME):
+            header = read(self._file, _HEADER + place * _FRAME, _FRAME_HEADER)
+            if header[8:16] == salts and int.from_bytes(header[:4], "big") == page:
+                content = self.page_at(place)
+                if content != own and content[:-8] == own[:-8]:
+                    return True
+        return False
+
     def frames_of_index(self, index: Path) -> int:
         """Return how many frames there were by SQLite's index of this log; 0 where the file has all of them."""
         try:
@@ -93,14 +108,19 @@ class Log:
         return _checksum(bytes(8), header[:24], ">" if header[:4] == _BIG_ENDIAN else "<") == header[24:]
 
 
-def check_log(database: Path) -> str | None:
-    """Return what is wrong with the log of a file that nothing writes to, None where SQLite drops nothing of it."""
+def check_log(database: Path, own_page: int = 0) -> str | None:
+    """Return what is wrong with the log of a file that nothing writes to, None where SQLite drops nothing of it.
+
+    With the page that `Log.is_of_another` needs, that is looked at too: SQLite would write it into the file.
+    """
     try:
         file = os.open(f"{database}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         log = Log(file)
+        if own_page and log.is_of_another(database, own_page):
+            return "the write-ahead log next to it is that of another file"
         fault = None if log.begins_soundly else "the header"
         on_disk = bool(fault)  # whether what precedes the frame, the header or a transaction, was on disk before it
         for frame in log.frames():

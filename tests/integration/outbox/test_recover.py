@@ -331,6 +331,30 @@ async def test_where_transactions_were_cut_off_a_log_the_number_of_missing_rows_
             await open_outbox()
 
 
+async def test_the_log_of_another_outbox_is_refused_and_left_out_of_a_recovery(
+    state: Path, database: Path, tmp_path: Path, open_outbox: OpenOutbox
+) -> None:
+    with opened(tmp_path / "new.db") as db:
+        SCHEMA.migrate(db, database)
+        (page,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'outbox_salt'").fetchone()
+    assert page == SCHEMA.own_page
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("own"))
+    before = database.read_bytes()
+    async with await Outbox.open(tmp_path / "another") as another:
+        await accepted(another, send("another's"))
+        log = (tmp_path / "another" / "outbox.db-wal").read_bytes()
+    (state / "outbox.db-wal").write_bytes(log)
+    for _ in range(2):
+        with pytest.raises(Fatal, match=r"that of another file.*postroom outbox recover") as refusal:
+            await open_outbox()
+        assert (refusal.value.exit_code, database.read_bytes()) == (Exit.CONFIG, before)
+    recovery = recover(state)
+    assert (recovery.saved, recovery.missing) == (1, None)
+    async with await open_outbox(accept_lost_ids=True) as outbox:
+        assert await outbox.row("own")
+
+
 @pytest.mark.usefixtures("with_a_log")
 @pytest.mark.parametrize("left", [None, b""], ids=["without the file", "beside an empty file"])
 async def test_a_log_alone_is_not_deleted_by_a_start_and_its_rows_are_saved(
