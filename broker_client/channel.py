@@ -127,7 +127,7 @@ class Channel:
             site = Site.of(settings.url)
         except ValueError:
             rule = "give the broker's address as https://host[:port], without user, query or fragment"
-            raise Fatal(Exit.CONFIG, f"broker.url: {rule}") from None
+            raise Fatal(Exit.CONFIG, f"broker.url (POSTROOM_DAEMON_BROKER_URL): {rule}") from None
         if not (site.tls or site.host in _LOOPBACK or settings.allow_plaintext):
             advice = "would expose the token to the network: use https, or set broker.allow_plaintext"
             raise Fatal(Exit.CONFIG, f"broker.url: http://{site.host} {advice}")

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.names import URL
 from postroom._wire.retry import Backoff
 from postroom.chassis.config import ConnectSeconds
 
@@ -15,7 +16,7 @@ MIB: Final = 1024 * 1024
 class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """How the broker is reached, and how long and how large an answer of it may be."""
 
-    url: Annotated[str, Meta(description="the broker's address, as in https://broker.example.com")]
+    url: Annotated[str, Meta(pattern=URL.schema, description="the broker's address, as in https://broker.example.com")]
     token_file: Annotated[Path, Meta(description="file with the member's bearer token; read again whenever it changes")]
     ca_file: Annotated[
         Path | None,

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.names import URL
 from postroom.chassis.config import Host, LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
 
@@ -23,7 +24,7 @@ _SHARED: Final = {"POSTROOM_BROKER_URL": "BROKER_URL"}  # as `postroom up` write
 class ConsoleConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The config of one console; any number of them may show one broker."""
 
-    broker_url: Annotated[str, Meta(description="the broker, http://… or https://…")]
+    broker_url: Annotated[str, Meta(pattern=URL.schema, description="the broker, http://… or https://…")]
     broker_ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the broker's certificate")
     ] = None

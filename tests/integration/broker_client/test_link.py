@@ -339,7 +339,7 @@ async def test_a_token_file_that_cannot_be_used_is_not_permitted_and_names_the_f
     ],
 )
 def test_an_address_that_cannot_be_used_ends_the_process(tmp_path, url):
-    with pytest.raises(Fatal, match=r"broker\.url") as caught:
+    with pytest.raises(Fatal, match=r"broker\.url \(POSTROOM_DAEMON_BROKER_URL\)|plaintext") as caught:
         BrokerLink(BrokerClientSettings(url=url, token_file=tmp_path / "token"))
     assert caught.value.exit_code is Exit.CONFIG
     assert "secret" not in str(caught.value)

@@ -16,6 +16,13 @@ def test_the_broker_is_the_one_of_postroom_up_unless_another_is_named() -> None:
     assert load_config(None, {**shared, **BROKER}).broker_url == "http://127.0.0.1:7420"
 
 
+@pytest.mark.parametrize("variable", ["POSTROOM_CONSOLE_BROKER_URL", "POSTROOM_BROKER_URL"])
+def test_a_broker_that_has_no_address_is_refused_by_the_variable_that_names_it(variable: str) -> None:
+    with pytest.raises(Fatal, match=f"^{variable}: broker_url: .* begins with http:// or https://") as refused:
+        load_config(None, {variable: "nonsense"})
+    assert refused.value.exit_code == Exit.CONFIG
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_tls(host: str) -> None:
     assert load_config(None, {**BROKER, "POSTROOM_CONSOLE_LISTEN_HOST": host}).listen_host == host

@@ -52,6 +52,7 @@ def test_a_list_and_a_number_come_from_the_environment_too() -> None:
         ("MESH", "../x"),
         ("LIMITS_CONNECTIONS", "-1"),
         ("LIMITS_HEADERS", "15"),
+        ("BROKER_URL", "broker.example.com"),
     ],
 )
 def test_a_value_out_of_range_names_its_path(name: str, value: str) -> None:
