@@ -54,9 +54,16 @@ def is_there(path: Path) -> bool:
 def private_directory(directory: Path, *, may_be_anothers: bool = False) -> None:
     """Create a directory for this user alone (0700); missing parents are created so that only this user may write.
 
-    An existing one keeps its mode. Raises `OSError` where others may write to it, or to one above it;
-    `may_be_anothers` lets root work in another user's directory on behalf of that user.
+    An existing one keeps its mode. Raises `OSError` where others may write to it, or to one above it, and then makes
+    none; `may_be_anothers` lets root work in another user's directory on behalf of that user.
     """
+    for each in (directory, *directory.parents):
+        if each.is_symlink() and not is_there(each):
+            _refuse(
+                f"{each} is a link to {each.readlink()}, which is not there: remove it, or choose another directory"
+            )
+    if not is_there(directory):
+        _check_above(directory, {0, os.geteuid()})
     for parent in reversed(directory.parents):
         if not parent.exists():
             parent.mkdir(mode=0o755, exist_ok=True)
@@ -75,14 +82,19 @@ def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
         _refuse(f"it belongs to {_name(status.st_uid)}: give it to {_name(os.geteuid())}, or choose another directory")
     if _others_may_write(status):
         _refuse(f"others may write to it: chmod go-w {here}, or choose another directory")
+    _check_above(directory, trusted)
+
+
+def _check_above(directory: Path, trusted: set[int]) -> None:
+    """Raise the same for the directories above one that need not be there yet."""
     if _in_user_namespace():
-        trusted.add(_OVERFLOW_UID)
+        trusted = {*trusted, _OVERFLOW_UID}
     above = [*directory.resolve().parents]  # in which this one, or a link on the way to it, has its name
     for link in (each for each in (directory.absolute(), *directory.absolute().parents) if each.is_symlink()):
         if (owner := link.lstat().st_uid) not in trusted:
             _refuse(f"the link {link} on the way to it belongs to {_name(owner)}: choose another directory")
         above += [link.parent.resolve(), *link.parent.resolve().parents]
-    for parent in above:
+    for parent in filter(is_there, above):
         status = parent.stat()
         if status.st_uid not in trusted:
             _refuse(f"the directory {parent} above it belongs to {_name(status.st_uid)}: choose another directory")

@@ -107,6 +107,22 @@ def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Pat
     private_directory(tmp_path / "state")
 
 
+@pytest.mark.parametrize("below", ["state", "some/where/state"])
+def test_where_a_directory_is_refused_none_is_made(tmp_path: Path, below: str) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match="others may write to the directory"):
+        private_directory(tmp_path / below)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["link", "link/state"])
+def test_a_link_that_leads_nowhere_is_refused_as_one(tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(OSError, match=f"{tmp_path}/link is a link to {tmp_path}/gone, which is not there: remove it"):
+        private_directory(tmp_path / below)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_link_to_a_directory_counts_by_where_it_lies_too(tmp_path: Path) -> None:
     (open_to_all := tmp_path / "open").mkdir()
     private_directory(tmp_path / "state")
