@@ -17,6 +17,7 @@ from postroom import AsyncClient, BrokerClient, PostroomError
 from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import LOW_DISK_BYTES
 from postroom._wire.sends import Health
+from postroom._wire.sql import why_failed
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
 
 PROGRAMS: Final = (
@@ -169,9 +170,9 @@ async def _redis(url: str) -> str:
     try:
         await RedisWindow(redis, config).probe()
     except (RedisError, OSError) as error:
-        raise Fatal(
-            Exit.UNAVAILABLE, f"Redis cannot be used: {error}; check its URL, and that it takes writes"
-        ) from error
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # redis-py quotes its numbers
+        sentence = f"Redis cannot be used: {why_failed(cause)}; check its URL, and that it takes writes"
+        raise Fatal(Exit.UNAVAILABLE, sentence) from error
     finally:
         await redis.aclose()
     return "it answers"

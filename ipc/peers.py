@@ -165,13 +165,13 @@ def _digest(token: str) -> str:
 def _read(file: Path) -> tuple[tuple[int, int, int], str]:
     try:
         content, status = read_regular(file)
-        token = content.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        detail = f"cannot read the token file {file}: {error}; `postroom daemon rotate-token` writes one"
+    except OSError as error:
+        detail = f"cannot read the token file {file}: {error.strerror}; `postroom daemon rotate-token` writes one"
         raise Fatal(Exit.CONFIG, detail) from error
     if stat.S_IMODE(status.st_mode) & _OTHERS:
         raise Fatal(Exit.CONFIG, f"the token file {file} can be read by others: chmod 600 it, and rotate the token")
-    if len(token) < _MIN_LENGTH:
+    token = content.decode("utf-8", "replace").strip()
+    if len(token) < _MIN_LENGTH or "\ufffd" in token:
         raise Fatal(Exit.CONFIG, f"the token file {file} has no token: `postroom daemon rotate-token` writes one")
     return _identity(status), token
 

@@ -136,7 +136,7 @@ def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
         read_regular(ca_file)
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
-        raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {error}; check that file") from error
+        raise Fatal(Exit.CONFIG, f"{setting}: cannot use {ca_file}: {_why_unusable(error)}; check that file") from error
 
 
 def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, cert_setting: str, key_setting: str) -> None:
@@ -156,8 +156,14 @@ def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, cert_set
             raise Fatal(Exit.CONFIG, f"{key_setting} {key} is open to every user: chmod 600 it, and change it")
         tls.load_cert_chain(certificate, key, refuse)
     except OSError as error:  # or an ssl.SSLError
-        detail = f"cannot load {cert_setting} {certificate} with {key_setting} {key}: {error}; check both files"
-        raise Fatal(Exit.CONFIG, detail) from error
+        what = f"cannot load {cert_setting} {certificate} with {key_setting} {key}"
+        raise Fatal(Exit.CONFIG, f"{what}: {_why_unusable(error)}; check both files") from error
+
+
+def _why_unusable(error: OSError) -> str:
+    """Say in words why a file for TLS cannot be used."""
+    reason: str | None = getattr(error, "reason", None)  # of an `ssl.SSLError`
+    return str(error.strerror) if reason is None else reason.replace("_", " ").lower()
 
 
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:

@@ -60,8 +60,9 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
             why = why_unreachable(error, "nats.ca_file")
         return Unavailable.of("nats_unavailable", f"{doing}: {why}", retryable=True)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
-        sentence = str(error).removeprefix("nats: ") or type(error).__name__
-        detail = f"{doing}: JetStream does not answer ({sentence})"
+        late = isinstance(error, asyncio.TimeoutError)
+        sentence = "" if late else why_unreachable(error, "nats.ca_file").removeprefix("nats: ")
+        detail = f"{doing}: JetStream does not answer {f'({sentence})' if sentence else 'in time'}"
         return Unavailable.of("nats_unavailable", detail, retryable=True)
     return _from_jetstream(error, doing)
 

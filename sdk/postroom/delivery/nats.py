@@ -179,12 +179,13 @@ def _credentials(file: Path | None) -> dict[str, Any]:
 def _secret(file: Path) -> str:
     try:
         content, status = read_regular(file)
-        text = content.decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot read the NATS credentials {file}: {error}; check that file") from error
+    except OSError as error:
+        sentence = f"cannot read the NATS credentials {file}: {error.strerror}; check that file"
+        raise Fatal(Exit.CONFIG, sentence) from error
+    text = content.decode("utf-8", "replace").strip()
     if status.st_mode & stat.S_IRWXO:
         raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
-    if not text or not text.isprintable():
+    if not (text and text.isascii() and text.isprintable()):
         raise Fatal(Exit.CONFIG, f"{file} has no NATS credentials: one line, `user:password` or a token, is expected")
     return text
 

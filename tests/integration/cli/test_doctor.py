@@ -1,6 +1,7 @@
 """`postroom doctor` and the servers that the environment names: real ones, and addresses where nobody listens."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,31 @@ def test_a_server_that_does_not_answer_is_a_failure_that_says_what_to_do(short_d
         assert found[subject]["verdict"] == "failed", subject
         assert variable in found[subject]["remedy"]
         assert "hidden" not in str(found[subject])
+        assert "Connection refused" in found[subject]["detail"]
+        assert "Err" not in found[subject]["detail"]  # no number of the system's, no name of Python's
+
+
+def test_a_nats_that_hangs_does_not_answer_in_time(short_directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        url = f"nats://127.0.0.1:{mute.getsockname()[1]}"
+        found = findings(short_directory, POSTROOM_NATS_URL=url)["nats"]
+    assert found["detail"] == "connecting to NATS: JetStream does not answer in time"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["missing", "no text"])
+def test_credentials_that_cannot_be_read_are_named_in_words(short_directory: Path, content: bytes | None) -> None:
+    file = short_directory / "nats.credentials"
+    if content is not None:
+        file.touch(mode=0o600)
+        file.write_bytes(content)
+    found = findings(short_directory, POSTROOM_NATS_URL=f"nats://{NOBODY}", POSTROOM_NATS_CREDENTIALS_FILE=str(file))[
+        "nats"
+    ]
+    assert (str(file) in found["detail"], "Errno" in found["detail"], "codec" in found["detail"]) == (
+        True,
+        False,
+        False,
+    )
 
 
 async def test_a_postgres_that_is_full_need_not_be_started(

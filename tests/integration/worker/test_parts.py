@@ -64,7 +64,7 @@ def agent(context: Context, state: Path) -> str:
     ("nats", "sentence"),
     [
         ("", b"agents: two have the same name"),
-        ('credentials_file = "/nowhere"', b"cannot read the NATS credentials /nowhere: [Errno 2] No such file"),
+        ('credentials_file = "/nowhere"', b"cannot read the NATS credentials /nowhere: No such file"),
     ],
 )
 async def test_a_worker_that_cannot_work_so_is_refused_at_its_start(

@@ -88,4 +88,4 @@ async def test_a_file_that_nats_needs_and_that_cannot_be_read_is_named(setting: 
     async with nats.opened(BRIEFLY) as (js, unread):
         assert unread is not None
         assert (js, unread.code, unread.retryable) == (None, "nats_unreachable", False)
-        assert "/nowhere: [Errno 2] No such file or directory" in unread.detail
+        assert "/nowhere: No such file or directory" in unread.detail

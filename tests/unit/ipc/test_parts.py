@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -242,6 +243,17 @@ def test_a_token_file_that_protects_nothing_is_refused(tmp_path: Path, content: 
     with pytest.raises(Fatal) as refusal:
         LocalToken(file)
     assert refusal.value.exit_code == Exit.CONFIG
+
+
+@pytest.mark.parametrize("content", [None, b"\xff" * 40], ids=["missing", "no text"])
+def test_a_token_file_that_cannot_be_read_is_refused_in_words(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "local.token"
+    if content is not None:
+        file.touch(mode=0o600)
+        file.write_bytes(content)
+    with pytest.raises(Fatal, match="`postroom daemon rotate-token` writes one") as refusal:
+        LocalToken(file)
+    assert not {"Errno", "codec"} & set(re.findall(r"\w+", str(refusal.value)))
 
 
 def test_a_file_that_others_can_read_never_becomes_the_token(tmp_path: Path) -> None:
