@@ -19,6 +19,8 @@ from postroom._wire.programs import LOW_DISK_BYTES
 from postroom._wire.sends import Health
 from postroom._wire.sql import why_failed
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
+from postroom.chassis.store import CHECKPOINT_BYTES
+from postroom.errors import TryAgain
 
 PROGRAMS: Final = (
     "broker", "broker_client", "cli", "console", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline",
@@ -71,7 +73,9 @@ def _machine() -> Iterator[Finding]:
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"
-    if free < LOW_DISK_BYTES:
+    if free < CHECKPOINT_BYTES:
+        yield Finding("disk", "failed", room, "free some space: sends are refused")
+    elif free < LOW_DISK_BYTES:
         yield Finding("disk", "warning", room, "free some space: sends are refused when the disk is full")
     else:
         yield Finding("disk", "ok", room)
@@ -98,9 +102,13 @@ async def _programs(socket: Path | None, url: str | None, token_file: Path | Non
     try:
         async with AsyncClient(socket, patience=0, timeout=5) as daemon:
             theirs, health = await daemon.version(), await daemon.health()
+            refusal = await _refusal(daemon)
         if theirs.version != version("postroom-server"):
             detail = f"the daemon is of version {theirs.version}, this program of {version('postroom-server')}"
             yield Finding("daemon", "warning", detail, "restart the daemon")
+        if refusal is not None:
+            yield Finding("daemon", "failed", refusal)
+            health.reasons = [reason for reason in health.reasons if reason != refusal]
         for finding in _judged("daemon", health, f"{theirs.version}, mesh {theirs.mesh}"):
             yield finding
     except PostroomError as error:
@@ -117,6 +125,15 @@ async def _programs(socket: Path | None, url: str | None, token_file: Path | Non
                 yield finding
     except (PostroomError, Fatal) as error:
         yield Finding("broker", "failed", str(error))
+
+
+async def _refusal(daemon: AsyncClient) -> str | None:
+    """Return why the daemon would refuse a send now, None where it would not."""
+    try:
+        await daemon.ready()
+    except TryAgain as error:
+        return str(error)
+    return None
 
 
 def _judged(subject: str, health: Health | BrokerHealth, address: str) -> Iterator[Finding]:
@@ -152,9 +169,11 @@ async def _servers() -> AsyncIterator[Finding]:
 
 
 async def _postgres(url: str) -> str:
-    from postroom.chassis.postgres import connected  # noqa: PLC0415
+    from postroom.chassis.postgres import connected, schema_version  # noqa: PLC0415
 
     async with connected(url) as connection:
+        if not await schema_version(connection, "broker"):
+            raise Fatal(Exit.CONFIG, "the database has no tables of Postroom: `postroom broker migrate` makes them")
         version = connection.get_server_version()
     return f"version {version.major}.{version.minor} answers"
 

@@ -1,6 +1,8 @@
 """`postroom doctor` and the servers that the environment names: real ones, and addresses where nobody listens."""
 
 import asyncio
+import contextlib
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,14 @@ from typing import Any
 import pytest
 from redis import Redis
 from support.databases import execute
+from support.mailroom import LoneDaemon
+from support.small_disk import run_on_a_small_disk
 from support.terminal import Terminal
 
+from broker.database import migrate
 from embedded import EmbeddedPostgres, EmbeddedRedis
+from postroom import AsyncClient
+from postroom.errors import TryAgain
 
 NOBODY = "127.0.0.1:1"
 
@@ -36,10 +43,13 @@ def test_every_server_that_the_environment_names_is_asked(
         POSTROOM_NATS_URL=nats_url,
     )
     assert {name: found[name]["verdict"] for name in ("postgres", "redis", "nats")} == {
-        "postgres": "ok",
+        "postgres": "failed",
         "redis": "ok",
         "nats": "ok",
     }
+    assert "has no tables of Postroom: `postroom broker migrate` makes them" in found["postgres"]["detail"]
+    asyncio.run(migrate(database_url))
+    assert findings(short_directory, POSTROOM_DATABASE_URL=database_url)["postgres"]["verdict"] == "ok"
 
 
 def test_a_server_that_does_not_answer_is_a_failure_that_says_what_to_do(short_directory: Path) -> None:
@@ -132,6 +142,44 @@ def test_an_address_that_nats_cannot_have_is_named_without_its_password(short_di
 def test_a_server_that_nothing_names_is_not_looked_for(short_directory: Path, empty: dict[str, str]) -> None:
     named = {f"POSTROOM_{name}_URL": url for name, url in empty.items()}
     assert not {"postgres", "redis", "nats"} & findings(short_directory, **named).keys()
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+import cli.main
+
+Path(sys.argv[1], "full").write_bytes(bytes(900 * 1024))
+os.environ["POSTROOM_STATE"] = sys.argv[1]
+print(cli.main.run(["doctor", "--json"]))
+"""
+
+
+async def test_a_full_disk_is_a_failure(tmp_path: Path) -> None:
+    *found, code = await run_on_a_small_disk(tmp_path, FULL_DISK)
+    disk = next(each for each in map(json.loads, found) if each["subject"] == "disk")
+    assert (code, disk["verdict"], disk["remedy"]) == ("1", "failed", "free some space: sends are refused")
+
+
+async def fill(socket: Path) -> None:
+    """Send until not even the smallest message is accepted."""
+    async with AsyncClient(socket, patience=0) as client:
+        for size in (20_000, 500, 1):
+            with contextlib.suppress(TryAgain):
+                while True:
+                    await client.send("topic:orders", "x" * size)
+
+
+async def test_a_daemon_that_takes_no_message_is_a_failure_and_its_reason_is_given_once(short_directory: Path) -> None:
+    daemon = LoneDaemon(short_directory, OUTBOX_MAX_BYTES=1024 * 1024)
+    await daemon.start()
+    try:
+        await fill(daemon.socket)
+        done = await asyncio.to_thread(Terminal(daemon.socket).run, "doctor", "--json")
+    finally:
+        daemon.stop()
+    said = [each["detail"] for each in done.json if (each["subject"], each["verdict"]) == ("daemon", "failed")]
+    assert (done.code, len(said), "full of waiting rows" in said[0]) == (1, 1, True)
 
 
 def test_the_disk_of_the_named_state_directory_is_looked_at(short_directory: Path) -> None:
