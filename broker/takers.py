@@ -20,7 +20,7 @@ from postroom._wire.unpublished import resuming
 from postroom._wire.words import counted
 from postroom.delivery.agents.replay import ask_story
 from postroom.delivery.durables import each_durable, find_consumers, pause_of
-from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.errors import mapped
 from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import covers, filters_of
 
@@ -100,7 +100,7 @@ class Takers:
         Agents that took some of it are asked what became of it, and then the takers of what they emitted.
         """
         streams: dict[str, list[ConsumerInfo]] = {}
-        try:
+        with mapped("asking for the consumers of a message"):
             for _ in range(ROUNDS):
                 places, self._draft.published = self._draft.published, []
                 for place in places:
@@ -118,8 +118,6 @@ class Takers:
                         self._add_agent(taken.consumer, story)
             self._draft.more |= bool(self._draft.published)
             await self._explain_waits({info.name: info for infos in streams.values() for info in infos})
-        except NATS_ERRORS as error:
-            raise from_nats(error, "asking for the consumers of a message") from error
 
     async def _explain_waits(self, durables: dict[str, ConsumerInfo]) -> None:
         """Say of what waits for a consumer that it is paused, or deleted; `durables` are known already."""
@@ -180,13 +178,11 @@ class Takers:
 
         Return the messages that agents took and that no agent emitted.
         """
-        try:
+        with mapped("asking for the agents of a message"):
             durables = {
                 (context_of(filters_of(info.config)[0]), info.name)
                 async for _, info in each_durable(self._js, self._draft.contexts)
             }
-        except NATS_ERRORS as error:
-            raise from_nats(error, "asking for the agents of a message") from error
         agents = [durable for durable in durables if durable[1].endswith(_AGENTS)]
         fresh, known = {id_}, set[str]()
         for _ in range(ROUNDS):

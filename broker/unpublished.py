@@ -21,7 +21,7 @@ from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.durables import EFFECTS, OperatorPause, each_durable, list_durables, pause_of, with_past
-from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, still_runs
+from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, mapped, still_runs
 from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.programs import list_programs
 from postroom.delivery.publication import postgres
@@ -114,12 +114,10 @@ class Consumers(Handlers):
                 if js is None:
                     assert unread is not None  # noqa: S101 - the reason
                     raise PostroomError(unread)
-                try:
+                with mapped("looking for the consumers"):
                     meshes = None if asked.mesh is None else [asked.mesh]
                     durables = [one async for _, one in each_durable(js, meshes)]
                     running = await self._running(js, meshes, request) if verb == "delete" else set()
-                except NATS_ERRORS as error:
-                    raise from_nats(error, "looking for the consumers") from error
                 found: dict[str, ConsumerInfo | None] = {}
                 for name in asked.filter.ids:
                     meant = [one for one in durables if name in {one.name, _id(one)}]

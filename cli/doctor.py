@@ -199,7 +199,7 @@ async def _redis(url: str) -> str:
 
 async def _nats(url: str) -> str:
     """Ask for JetStream, without which NATS is of no use here."""
-    from postroom.delivery.errors import NATS_ERRORS, from_nats  # noqa: PLC0415
+    from postroom.delivery.errors import mapped  # noqa: PLC0415
     from postroom.delivery.nats import connect  # noqa: PLC0415
     from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
@@ -207,9 +207,8 @@ async def _nats(url: str) -> str:
     settings = NatsSettings(url=url, credentials_file=Path(file) if file else None)
     connection = await connect(settings, name="postroom doctor", patience=PATIENCE, logged=False)
     try:
-        await connection.jetstream().account_info()
-    except NATS_ERRORS as error:
-        raise from_nats(error, "asking for JetStream") from error
+        with mapped("asking for JetStream"):
+            await connection.jetstream().account_info()
     finally:
         await connection.close()
     return "it answers, with JetStream"

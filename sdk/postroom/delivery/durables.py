@@ -18,7 +18,7 @@ from nats.js.errors import NotFoundError
 from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import Durable
 from postroom.chassis.postgres import Connection, Pool, count_changed
-from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats, still_runs
+from postroom.delivery.errors import cannot_pause, mapped, still_runs
 from postroom.delivery.http.inbox_messages import Begun
 from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import all_consumers, all_streams, covers, filters_of
@@ -98,32 +98,26 @@ async def pause(js: JetStreamContext, info: ConsumerInfo, by: OperatorPause) -> 
     """
     until = (datetime.now(UTC) + _LONG).strftime("%Y-%m-%dT%H:%M:%SZ")
     said = {**(info.config.metadata or {}), _BY: by.by, _REASON: by.reason, _UNTIL: until}
-    try:
+    with mapped(f"pausing the consumer {info.name}"):
         version = connection_of(js).connected_server_version
         if (version.major, version.minor) < _PAUSES_SINCE:
             raise cannot_pause(info.name, f"{version.major}.{version.minor}")
         await js.add_consumer(info.stream_name, info.config.evolve(metadata=said))
         await js.pause_consumer(info.stream_name, info.name, until)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"pausing the consumer {info.name}") from error
 
 
 async def resume(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -> None:
     """Have the server deliver to it again; raises `Unavailable`."""
-    try:
+    with mapped(f"resuming the consumer {info.name}"):
         await js.resume_consumer(info.stream_name, info.name)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"resuming the consumer {info.name}") from error
 
 
 async def delete(js: JetStreamContext, info: ConsumerInfo, _by: OperatorPause) -> None:
     """Delete it; raises `Conflict` while a program asks for its messages, `Unavailable`."""
     if info.num_waiting:
         raise still_runs(info.name)
-    try:
+    with mapped(f"deleting the consumer {info.name}"):
         await js.delete_consumer(info.stream_name, info.name)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"deleting the consumer {info.name}") from error
 
 
 EFFECTS: Final = MappingProxyType({"pause": pause, "resume": resume, "delete": delete})

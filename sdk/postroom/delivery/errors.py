@@ -2,6 +2,8 @@
 
 import asyncio
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
 
@@ -65,6 +67,15 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
         detail = f"{doing}: JetStream does not answer {f'({sentence})' if sentence else 'in time'}"
         return Unavailable.of("nats_unavailable", detail, retryable=True)
     return _from_jetstream(error, doing)
+
+
+@contextmanager
+def mapped(doing: str, kinds: type[Exception] | tuple[type[Exception], ...] = NATS_ERRORS) -> Iterator[None]:
+    """Raise an error of the block, of these `kinds`, as `from_nats` maps it."""
+    try:
+        yield
+    except kinds as error:
+        raise from_nats(error, doing) from error
 
 
 def _from_jetstream(error: Exception, doing: str) -> PostroomError:

@@ -24,7 +24,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.words import counted
 from postroom.chassis.runtime import in_step, within
-from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.errors import NATS_ERRORS, mapped
 from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
@@ -199,7 +199,7 @@ class Pull:
 
     async def _find(self) -> datetime:
         """Return when the consumer was created, which may be now; raises `PostroomError`."""
-        try:
+        with mapped(f"looking for the consumer {self._settings.durable}"):
             if self._epoch is not None:
                 with suppress(NotFoundError):
                     created = await consumer_created(self._js, self._settings)
@@ -208,8 +208,6 @@ class Pull:
             await self.declare()
             await self._made()
             return await consumer_created(self._js, self._settings)
-        except NATS_ERRORS as error:
-            raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
 
     async def declare(self) -> None:
         """Create the consumer, or change it to its settings; raises `PostroomError`, as `ensure_consumer` does."""

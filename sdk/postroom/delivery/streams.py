@@ -30,7 +30,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from postroom.delivery.errors import (
     NATS_ERRORS,
-    from_nats,
+    mapped,
     name_taken,
     subjects_absent,
     subjects_overlap,
@@ -145,7 +145,7 @@ async def ensure_stream(
     difference where messages would be lost.
     """
     wanted = _stream_config(settings)
-    try:
+    with mapped(f"declaring the stream {settings.name}"):
         try:
             found = (await js.stream_info(settings.name)).config
         except NotFoundError:
@@ -155,8 +155,6 @@ async def ensure_stream(
         _refuse(f"stream {settings.name}", changes)
         if changes:
             await js.update_stream(_merged(found, wanted, only))
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"declaring the stream {settings.name}") from error
     return Reconciled(settings.name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
 
 
@@ -170,7 +168,7 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
     """
     name = f"{settings.stream}/{settings.durable}"
     wanted = _consumer_config(settings)
-    try:
+    with mapped(f"declaring the consumer {name}"):
         try:
             found = await js.consumer_info(settings.stream, settings.durable)
         except NotFoundError:
@@ -184,8 +182,6 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
         if changes:
             await js.add_consumer(settings.stream, _changed(found.config, wanted))
             _log.info("consumer_changed", consumer=name, changes=[change.text for change in changes])
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"declaring the consumer {name}") from error
     return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
 
 

@@ -62,7 +62,7 @@ from postroom.delivery.agents.store import (
 )
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Settle, processing
-from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.errors import from_nats, mapped
 from postroom.delivery.message import Delivery
 from postroom.delivery.publication import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings
@@ -389,10 +389,8 @@ async def open_consumers(
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
     of_the_tenant = (f"{runtime.tenant}.>", f"cmd.{runtime.tenant}.>")
-    try:
+    with mapped(f"looking for the consumers {settings.durable}"):
         await refuse_left_behind(js, settings.durable, of_the_tenant, wanted)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"looking for the consumers {settings.durable}") from error
     consumers: list[Consumer] = []
     assert isinstance(runtime.publisher, AgentPublisher)  # noqa: S101 - with JetStream, the publisher is always this one
     for stream, some in wanted.items():
@@ -406,10 +404,8 @@ async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: st
     """Raise `NotFound` unless a stream accepts all events of the agent: they would wait in its store for ever."""
     words = fill_event_subject(agent, tenant, workspace, _TYPE, _VERSION).split(".")
     subjects = ".".join("*" if _TYPE in word or _VERSION in word else word for word in words)
-    try:
+    with mapped(f"looking for the stream of {subjects}"):
         streams, missing = await all_streams(js)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"looking for the stream of {subjects}") from error
     taken = any(covers(pattern, subjects) for info in streams for pattern in info.config.subjects or ())
     if not taken and not missing:  # else a cluster elects a leader: a missing stream may accept them
         detail = (

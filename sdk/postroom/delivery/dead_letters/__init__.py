@@ -10,6 +10,7 @@ cannot read are in the stream only, where operators look for them too.
 import hashlib
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool
-from postroom.delivery.errors import NATS_ERRORS, from_nats, letter_not_kept
+from postroom.delivery.errors import letter_not_kept, mapped
 from postroom.delivery.message import EPOCH, IDEMPOTENCY_KEY, MESSAGE_ID, Delivery, json_object, message_id_of
 from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
@@ -78,15 +79,12 @@ class StreamLetters:
         body = msgspec.json.encode(letter)
         if len(body) > connection_of(self._js).max_payload - _HEADER_BYTES:
             body = msgspec.json.encode(letter.shortened())
-        doing = f"storing the dead letter of {letter.message_id or letter.sequence}"
-        try:
+        with mapped(f"storing the dead letter of {letter.message_id or letter.sequence}"):
             try:
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)
             except NoStreamResponseError:
                 await ensure_stream(self._js, self._stream, only=())  # an existing one is not ours to change
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)
-        except NATS_ERRORS as refused:
-            raise from_nats(refused, doing) from refused
 
 
 def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> DeadLetter:
@@ -171,7 +169,8 @@ async def read_letters(
         config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, begin
     else:
         config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, begin
-    try:
+    # a stream that is missing is created with the first letter
+    with mapped(f"reading the dead letters of {context}"), suppress(NotFoundError):
         consumer = await js.add_consumer(name, config)  # the server forgets it by itself
         left = min(consumer.num_pending or 0, last - begin + 1 if isinstance(begin, int) else last)
         pages = await connection.subscribe(connection.new_inbox())
@@ -192,10 +191,6 @@ async def read_letters(
                 yield page
         finally:
             await pages.unsubscribe()
-    except NotFoundError:
-        return  # it is created with the first letter
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"reading the dead letters of {context}") from error
 
 
 def _read(message: Msg) -> StreamedLetter:
@@ -223,11 +218,7 @@ def _read(message: Msg) -> StreamedLetter:
 async def has_stream(js: JetStreamContext, context: str) -> bool:
     """Return whether a stream takes any subject of the context."""
     for subjects in (f"{context}.>", f"cmd.{context}.>"):
-        try:
+        with mapped(f"looking for the streams of {context}"), suppress(NotFoundError):
             await js.find_stream_name_by_subject(subjects)
-        except NotFoundError:
-            continue
-        except NATS_ERRORS as error:
-            raise from_nats(error, f"looking for the streams of {context}") from error
-        return True
+            return True
     return False

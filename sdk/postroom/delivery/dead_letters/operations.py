@@ -211,12 +211,9 @@ class LetterOperations:
         """Return the last letters that there are."""
         row, sequence = await self._connection.fetchval(QUERIES["last_letter"]), 0
         if self._js is not None:
-            try:
+            doing = f"reading the dead letters of {self._context}"
+            with errors.mapped(doing), suppress(NotFoundError):  # it is created with the first letter
                 sequence = (await self._js.stream_info(stream_name(self._context, "dlq"))).state.last_seq
-            except NotFoundError:
-                pass  # it is created with the first letter
-            except errors.NATS_ERRORS as error:
-                raise errors.from_nats(error, f"reading the dead letters of {self._context}") from error
         return Ends(row, sequence)
 
     async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
@@ -538,10 +535,8 @@ async def count_letters(connection: Connection, js: JetStreamContext | None) -> 
     if js is None:
         return counts
     suffix = stream_name("any", "dlq").removeprefix("ANY")
-    try:
+    with errors.mapped("listing the streams of dead letters"):
         streams = {info.config.name or "": info for info in (await all_streams(js)).infos}
-    except errors.NATS_ERRORS as error:
-        raise errors.from_nats(error, "listing the streams of dead letters") from error
     for name, info in sorted(streams.items()):
         if not name.endswith(suffix):
             continue

@@ -32,7 +32,7 @@ from nats.js.api import RetentionPolicy, StreamInfo
 
 from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import within
-from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.errors import from_nats, mapped
 from postroom.delivery.nats import api_subject, connect, connection_of
 from postroom.delivery.publication import Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
@@ -95,10 +95,8 @@ class Streams:
 
     async def refresh(self, js: JetStreamContext) -> None:
         """Take the pictures again; raises `PostroomError`."""
-        try:
+        with mapped("listing the streams", Exception):
             infos, self.missing = await all_streams(js)
-        except Exception as error:
-            raise from_nats(error, "listing the streams") from error
         self.pictures = [_picture(info) for info in infos]
         self._by_subject.clear()
 
@@ -172,10 +170,8 @@ class Floors(NamedTuple):
 async def read_holes(js: JetStreamContext, stream: str) -> Holes:
     """Read which numbers are missing; raises `PostroomError`."""
     connection, subject = connection_of(js), api_subject(js, f"STREAM.INFO.{stream}")
-    try:
+    with mapped(f"looking at {stream}"):
         answer = json.loads((await connection.request(subject, _DETAILS, timeout=_ANSWER_SECONDS)).data)
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"looking at {stream}") from error
     if "error" in answer:
         detail = f"looking at {stream}: {answer['error'].get('description')}; see `postroom doctor`"
         raise PostroomError.of("nats_error", detail)
@@ -189,11 +185,9 @@ async def read_floors(js: JetStreamContext, stream: str) -> Floors:
 
     A consumer of an interest stream says nothing of the others. Raises `PostroomError`.
     """
-    try:
+    with mapped(f"looking at {stream}", Exception):
         info = await js.stream_info(stream)
         consumers = await all_consumers(js, stream)
-    except Exception as error:
-        raise from_nats(error, f"looking at {stream}") from error
     assert info.created is not None  # noqa: S101 - every server reports it
     gone: tuple[tuple[int, int], ...] = ()
     if 0 < (info.state.num_deleted or 0) <= MOST_HOLES:
@@ -300,20 +294,16 @@ class Link:
     @classmethod
     async def open(cls, settings: NatsSettings, *, name: str, ack_seconds: float) -> Self:
         """Connect, once, and look at the streams; raises `PostroomError`."""
-        try:
+        with mapped("connecting to NATS", Fatal):  # a file that could be read before may be being replaced
             client = await connect(settings, name=name, reconnect=False)
-        except Fatal as error:  # a file that could be read when the program started, and may be being replaced
-            raise from_nats(error, "connecting to NATS") from error
         link = cls(client, client.jetstream(timeout=ack_seconds), ack_seconds)
         try:
-            await client.subscribe(f"{link._inbox}.*", cb=link._acknowledged)
-            await link.streams.refresh(link.js)
-        except asyncio.CancelledError:
+            with mapped("connecting to JetStream", Exception):
+                await client.subscribe(f"{link._inbox}.*", cb=link._acknowledged)
+                await link.streams.refresh(link.js)
+        except BaseException:
             await client.close()
             raise
-        except Exception as error:
-            await client.close()
-            raise from_nats(error, "connecting to JetStream") from error
         return link
 
     @property
@@ -327,12 +317,10 @@ class Link:
 
     async def listen(self, audit: Audit) -> None:
         """Have `audit` hear what is done to the streams from now on; raises `PostroomError`."""
-        try:
+        with mapped("subscribing to advisories about the streams", Exception):
             await self._client.subscribe(ADVISORIES, cb=audit.hear)
             await self._client.flush()
             await self.streams.refresh(self.js)
-        except Exception as error:
-            raise from_nats(error, "subscribing to advisories about the streams") from error
         audit.before = {(stream.name, stream.created_at) for stream in self.streams.pictures}
 
     def refusal(self, message: Outgoing) -> str | None:

@@ -21,6 +21,7 @@ they came from Postgres; an operator has the rest published again by hand.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -30,7 +31,7 @@ from nats.js.errors import NotFoundError
 
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Pool
-from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.errors import mapped
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publication import Placed, Search, Source, message_id
 from postroom.delivery.publication.link import (
@@ -176,13 +177,9 @@ async def message_id_at(js: JetStreamContext, stream: str, sequence: int) -> str
 
     Raises `PostroomError`.
     """
-    try:
-        found = await js.get_msg(stream, sequence)
-    except NotFoundError:
-        return None
-    except NATS_ERRORS as error:
-        raise from_nats(error, f"looking at message {sequence} of {stream}") from error
-    return str((found.headers or {}).get(MESSAGE_ID, ""))
+    with mapped(f"looking at message {sequence} of {stream}"), suppress(NotFoundError):
+        return str(((await js.get_msg(stream, sequence)).headers or {}).get(MESSAGE_ID, ""))
+    return None
 
 
 class _Seen(NamedTuple):
