@@ -20,7 +20,7 @@ from support.jetstream import Context
 
 from embedded.processes import tethered
 from postroom.delivery.agents.replay import verify
-from postroom.delivery.agents.turns import open_turns
+from postroom.delivery.agents.turns import Turns
 
 TESTS = Path(__file__).parents[2]
 MAX_DELIVER = 5  # of the crashing agent
@@ -159,10 +159,10 @@ async def test_what_a_killed_agent_had_forked_keeps_no_turn(tmp_path: Path):
     script = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from postroom.delivery.agents.turns import open_turns
+from postroom.delivery.agents.turns import Turns
 
 async def main():
-    turns, _ = open_turns(Path(sys.argv[1]))
+    turns = Turns(Path(sys.argv[1]))
     async with turns.turn():
         if child := os.fork():
             print(child, flush=True)
@@ -177,11 +177,10 @@ asyncio.run(main())
     assert process.stdout is not None
     child = int(await process.stdout.readline())
     try:
-        turns, underway = open_turns(tmp_path)
+        turns = Turns(tmp_path)
         async with asyncio.timeout(60), turns.turn():
             pass
         turns.close()
-        underway.close()
     finally:
         os.kill(child, signal.SIGKILL)
         await process.communicate()

@@ -14,7 +14,7 @@ import msgspec
 from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
 from postroom.chassis.handlers import contained
 from postroom.delivery.agents.envelopes import digest, headers_of, later
-from postroom.delivery.agents.store import Owner, Record, Role, Tried, with_payload
+from postroom.delivery.agents.store import Owner, Record, Role, with_payload
 from postroom.delivery.nats import MOST_HEADER_BYTES
 from postroom.delivery.subjects import command_subject, event_subject
 from postroom.errors import InvalidMessage
@@ -175,11 +175,6 @@ class Decider:
     def refuse(self, subject: str, envelope: Envelope, state: Any) -> Decision:
         """Refuse a message of another tenant or workspace; its payload is not kept."""
         return Decision([received_draft("refused", subject, envelope, None), self._emitter.security(envelope)], state)
-
-    def set_attempt(self, tried: Tried) -> None:
-        """Set which attempt comes next, and why the one before failed, for the agent to read."""
-        self._agent.attempt = tried.attempts + 1
-        self._agent.last_error = tried.last_error or None
 
     async def decide(self, subject: str, envelope: Envelope, state: Any, version: int) -> Decision:
         """Handle a message whose entity has `version`; raises what the agent raises, and then changes nothing.

@@ -45,13 +45,8 @@ def to_microseconds(moment: datetime) -> int:
     return (moment - EPOCH) // _MICROSECOND
 
 
-def after(clock: int) -> datetime:
-    """Return the moment after `clock` (µs since the epoch), at most the latest one."""
-    return EPOCH + min(clock + 1, _LATEST) * _MICROSECOND
-
-
 def later(moment: datetime, ticks: int) -> datetime:
-    """Return the time of an effect: so many µs after its cause, the same at every run."""
+    """Return the time so many µs after another, at most the latest one."""
     return EPOCH + min(to_microseconds(moment) + ticks, _LATEST) * _MICROSECOND
 
 

@@ -46,7 +46,7 @@ from postroom.delivery.agents.store import (
     read_head,
     read_owner,
 )
-from postroom.delivery.agents.turns import open_turns
+from postroom.delivery.agents.turns import Turns
 from postroom.delivery.errors import NATS_ERRORS
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ async def republish(database: Path, since: datetime, *, reason: str, dry_run: bo
     """
     owner = await owner_of(database)
     moment = to_microseconds(since) // _PER_MILLISECOND
-    turns, underway = open_turns(database.parent)
+    turns = Turns(database.parent)
     try:
         async with turns.turn():
             store = await Store.open(database, owner)
@@ -280,4 +280,3 @@ async def republish(database: Path, since: datetime, *, reason: str, dry_run: bo
                 await store.close()
     finally:
         turns.close()
-        underway.close()

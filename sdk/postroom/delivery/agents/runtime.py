@@ -28,7 +28,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.ids import now_ms
 from postroom._wire.retry import error_text
-from postroom.agent import Agent, agent_name, check_agent, fill_event_subject
+from postroom.agent import EPOCH, Agent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
 from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.agents import database
@@ -36,8 +36,8 @@ from postroom.delivery.agents.decisions import Decider, Decision, Emitter
 from postroom.delivery.agents.envelopes import (
     ENTITY_ID,
     Scope,
-    after,
     idempotency_key,
+    later,
     received,
     refused,
     scope_of,
@@ -60,7 +60,7 @@ from postroom.delivery.agents.store import (
     next_hash,
     read_events,
 )
-from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
+from postroom.delivery.agents.turns import Begun, Turns
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Settle, processing
 from postroom.delivery.errors import from_nats, mapped
 from postroom.delivery.message import Delivery
@@ -113,7 +113,6 @@ class AgentRuntime:
         memory: Memory,
         store: Store,
         turns: Turns,
-        underway: Underway,
         *,
         publishing: Publishing,
         settings: AgentSettings,
@@ -126,7 +125,6 @@ class AgentRuntime:
         self._own = Scope(agent.tenant, agent.workspace)
         self._store = store
         self._turns = turns
-        self._underway = underway
         self._settings = settings
         self._attempts = attempts
         self._clock = clock
@@ -163,9 +161,8 @@ class AgentRuntime:
         owner = Owner(agent_name(agent_class), tenant, workspace)
         agent, memory = begin(agent_class, owner)
         async with AsyncExitStack() as undo:
-            turns, underway = open_turns(directory)
+            turns = Turns(directory)
             undo.callback(turns.close)
-            undo.callback(underway.close)
             async with turns.turn():
                 store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
@@ -174,15 +171,7 @@ class AgentRuntime:
                 except Differs as difference:
                     raise _altered(difference) from difference
             runtime = cls(
-                agent,
-                memory,
-                store,
-                turns,
-                underway,
-                publishing=publishing,
-                settings=settings,
-                attempts=attempts,
-                clock=clock,
+                agent, memory, store, turns, publishing=publishing, settings=settings, attempts=attempts, clock=clock
             )
             undo.pop_all()
         return runtime
@@ -197,7 +186,6 @@ class AgentRuntime:
         async with self._turns.turn():
             await self._store.close()
         self._turns.close()
-        self._underway.close()
 
     @property
     def tenant(self) -> str:
@@ -281,15 +269,16 @@ class AgentRuntime:
                 await self._handle_jobs(group, jobs, keys, given)
             except asyncio.CancelledError:
                 if self._stopping:  # else a task that `receive` left behind may have ended the loop
-                    self._underway.end()
+                    self._turns.end()
                 raise
-            self._underway.end()
+            self._turns.end()
             if not group.changes.none:
                 await durably(partial(self._store.append, group.changes))
                 self._memory = group.memory
-                self.counters.handled += group.roles.count("handled")
-                self.counters.conflicts += group.roles.count("conflict")
-                self.counters.refused += group.roles.count("refused")
+                roles = [role for _, role in group.keys.values()]
+                self.counters.handled += roles.count("handled")
+                self.counters.conflicts += roles.count("conflict")
+                self.counters.refused += roles.count("refused")
                 self.counters.emitted += len(group.outgoing)
             known = [position for _, position, _ in group.stored if position <= given.head.position]
             if known:
@@ -298,11 +287,11 @@ class AgentRuntime:
 
     async def _count_death(self) -> None:
         """Count the attempt that a process of this agent ended during, if any."""
-        if (begun := self._underway.left_behind()) is not None:
+        if (begun := self._turns.left_behind()) is not None:
             _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
             attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
             await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
-            self._underway.end()
+            self._turns.end()
 
     async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         now = asyncio.get_running_loop().time
@@ -313,11 +302,11 @@ class AgentRuntime:
             if index and (late or group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT):
                 if late:
                     self._fitting = index
-                for later in jobs[index:]:
-                    heapq.heappush(self._jobs, later)
+                for left in jobs[index:]:
+                    heapq.heappush(self._jobs, left)
                 self._wake.set()
                 return
-            known = given.found.get(index) or group.find(keys[index])
+            known = given.found.get(index) or group.keys.get(keys[index])
             if known is None:
                 await self._handle_one(group, job, keys[index])
             else:
@@ -337,8 +326,8 @@ class AgentRuntime:
             group.settled.append((job, Dead(MAX_DELIVER, tried.last_error, tried.attempts)))
             return
         begun = Begun(delivery.message_id, tried.attempts + 1)
-        self._decider.set_attempt(tried)
-        self._underway.begin(begun)
+        self._agent.attempt, self._agent.last_error = begun.number, tried.last_error or None
+        self._turns.begin(begun)
         try:
             scope, state = scope_of(delivery, self._own), group.memory.state
             if scope == self._own:
@@ -450,7 +439,7 @@ class Group:
         self.memory = memory
         self.events: list[Event] = []
         self.outgoing: list[Outgoing] = []
-        self.roles: list[Role] = []  # what became of each message that was added
+        self.keys: dict[Key, tuple[int, Role]] = {}  # of its messages: their positions, and what became of them
         self.settled: list[tuple[Job, Outcome]] = []  # messages that need nothing published
         self.stored: list[tuple[Job, int, Outcome]] = []  # with the position of its event
         self._versions = versions
@@ -458,7 +447,6 @@ class Group:
         self._tried = dict(tried)
         self._failed: list[Attempt] = []
         self._handled: list[str] = []  # messages that failed before
-        self._keys: dict[Key, tuple[int, Role]] = {}
 
     @property
     def changes(self) -> Changes:
@@ -466,8 +454,8 @@ class Group:
         return Changes(self.events, self._changed, self.memory.logical_clock, self._failed, self._handled)
 
     def tick(self) -> datetime:
-        """Return the logical clock's next time."""
-        return after(self.memory.logical_clock)
+        """Return the logical clock's next time, at most the latest one."""
+        return later(EPOCH, self.memory.logical_clock + 1)
 
     def version(self, entity_id: str | None) -> int:
         """Return how often an entity was changed."""
@@ -477,15 +465,10 @@ class Group:
         """Return the outcome of earlier attempts at a message."""
         return _UNTRIED if message_id is None else self._tried.get(message_id, _UNTRIED)
 
-    def find(self, key: Key) -> tuple[int, Role] | None:
-        """Return the position of a message that this group holds already, and what became of it."""
-        return self._keys.get(key)
-
     def add(self, job: Job, key: Key, decision: Decision) -> None:
         """Append what was decided about a message."""
         cause = self.memory.position + 1
-        self._keys[key] = cause, decision.role
-        self.roles.append(decision.role)
+        self.keys[key] = cause, decision.role
         entity_id = decision.drafts[0].envelope.entity_id
         if decision.version is not None and entity_id is not None:
             self._changed[entity_id] = decision.version

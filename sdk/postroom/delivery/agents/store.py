@@ -80,7 +80,7 @@ class _Body(msgspec.Struct):
 
 _decode_payload: Final = msgspec.json.Decoder(_Body).decode
 _encode: Final = msgspec.json.Encoder().encode
-_decode: Final = msgspec.json.Decoder(Record).decode
+decode_record: Final = msgspec.json.Decoder(Record).decode  # raises `msgspec.DecodeError` for an invalid one
 _decode_any: Final = msgspec.json.Decoder().decode
 
 
@@ -102,11 +102,6 @@ def encode_record(record: Record, payload: bytes) -> bytes:
     """Return the canonical JSON of a record, whose payload is encoded already."""
     envelope = msgspec.structs.replace(record.envelope, payload=msgspec.Raw(payload))
     return _encode(msgspec.structs.replace(record, envelope=envelope))
-
-
-def decode_record(text: str | bytes) -> Record:
-    """Read a record; raises `msgspec.DecodeError` or `msgspec.ValidationError` for an invalid one."""
-    return _decode(text)
 
 
 def payload_of(record: bytes) -> bytes:

@@ -5,7 +5,7 @@ ends it when its holder is killed. Two locks make it fair: the process that wait
 that has just finished its turn cannot take the following one before it. What users' code forks has no part in them: a
 child that outlives its killed parent would keep the turn.
 
-A file next to the locks names the message that the holder of a turn runs (`Underway`). A process that is killed had
+A file next to the locks names the message that the holder of a turn runs (`begin`). A process that is killed had
 many messages in hand, but only the one that was running may have been the reason. The holder of the next turn finds it
 in the file and counts the attempt. The file is not synced: it has to survive the process, not a power cut.
 """
@@ -45,13 +45,30 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-class Turns:
-    """The turns at one store; `close` it at the end."""
+class Begun(NamedTuple):
+    """An attempt that began."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    message_id: str
+    number: int  # 1: the first
+
+
+_decode: Final = msgspec.json.Decoder(Begun).decode
+
+
+class Turns:
+    """The turns at one store, and what their holder runs, which it reads and writes; `close` it at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        """Create the directory (0700) if need be, and the files next to the store; raises `Fatal` if forbidden."""
         self._mine = asyncio.Lock()  # serves the tasks of this process in the order they came
-        self._next = open_private(directory / f"{name}.next")
-        self._turn = open_private(directory / f"{name}.turn")
+        try:
+            private_directory(directory)
+            self._next, self._turn, self._underway = (
+                open_private(directory / f"events.{part}") for part in ("next", "turn", "underway")
+            )
+            os.posix_fallocate(self._underway, 0, _BYTES)
+        except OSError as error:
+            raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
         _open.add(self)
 
     @asynccontextmanager
@@ -68,41 +85,6 @@ class Turns:
             finally:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
 
-    def close(self) -> None:
-        """Close the lock files; they stay, since removing a lock file lets two processes hold it."""
-        _open.discard(self)
-        os.close(self._next)
-        os.close(self._turn)
-
-
-async def _take(descriptor: int) -> None:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            await asyncio.sleep(_PAUSE)
-        else:
-            return
-
-
-class Begun(NamedTuple):
-    """An attempt that began."""
-
-    message_id: str
-    number: int  # 1: the first
-
-
-_decode: Final = msgspec.json.Decoder(Begun).decode
-
-
-class Underway:
-    """The file that names the running message; read and write it in a turn only."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        """Open the file, and reserve its space; raises `OSError`."""
-        self._file = open_private(directory / f"{name}.underway")
-        os.posix_fallocate(self._file, 0, _BYTES)
-
     def begin(self, begun: Begun) -> None:
         """Note that this attempt runs now, and no earlier one."""
         self._write(_encode(begun) + _END)
@@ -113,28 +95,31 @@ class Underway:
 
     def left_behind(self) -> Begun | None:
         """Return the attempt that a process ended during; None where a power cut damaged the file."""
-        noted = os.pread(self._file, os.fstat(self._file).st_size, 0).partition(_END)[0]
+        noted = os.pread(self._underway, os.fstat(self._underway).st_size, 0).partition(_END)[0]
         try:
             return _decode(noted) if noted else None
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     def close(self) -> None:
-        """Close the file; it stays."""
-        os.close(self._file)
+        """Close the files; they stay, since removing a lock file lets two processes hold it."""
+        _open.discard(self)
+        for file in (self._next, self._turn, self._underway):
+            os.close(file)
 
     def _write(self, text: bytes) -> None:
         try:
-            os.pwrite(self._file, text, 0)
+            os.pwrite(self._underway, text, 0)
         except OSError as error:
             detail = f"writing next to the event store failed: {error}; check the disk"
             raise Fatal(exit_after(error), detail) from error
 
 
-def open_turns(directory: Path) -> tuple[Turns, Underway]:
-    """Create the state directory (0700) if need be, and the files next to the store; raises `Fatal` if forbidden."""
-    try:
-        private_directory(directory)
-        return Turns(directory, "events"), Underway(directory, "events")
-    except OSError as error:
-        raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
+async def _take(descriptor: int) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(_PAUSE)
+        else:
+            return

@@ -138,7 +138,7 @@ class InPostgres(Form):
 
 class InSqlite(Form):
     async def open(self, stack: AsyncExitStack, directory: Path) -> None:
-        self.turns = Turns(directory, "events")
+        self.turns = Turns(directory)
         stack.callback(self.turns.close)
         self.store = await Store.open(directory / "events.db", Owner("counting", self.office.context, "default"))
         stack.push_async_callback(self.store.close)
