@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from postroom._wire.retry import Patience, retrying
 from postroom._wire.sql import UNUSABLE, missing_file, why_refused
@@ -28,9 +28,13 @@ def chosen_url(option: str | None, purpose: str) -> str:
     """Return the option's URL, else the environment's; raises `InvalidMessage` with the `purpose` of the database."""
     url = option or os.environ.get(DATABASE_URL)
     if not url:
-        sentence = f"no database {purpose} is configured: set {DATABASE_URL}, or the option database_url"
-        raise InvalidMessage.of("invalid_option", sentence, field="database_url")
+        refuse("database_url", f"no database {purpose} is configured: set {DATABASE_URL}, or the option database_url")
     return url
+
+
+def refuse(option: str | None, sentence: str) -> NoReturn:
+    """Raise `InvalidMessage` for an option."""
+    raise InvalidMessage.of("invalid_option", sentence, field=option)
 
 
 async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncpg.Connection[asyncpg.Record]:
@@ -44,7 +48,7 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
     except ImportError as error:
         raise PostroomError.of("extra_missing", "asyncpg is missing: pip install 'postroom[postgres,spark]'") from error
     if (missing := missing_file(url)) is not None:
-        raise InvalidMessage.of("invalid_option", missing, field="database_url")
+        refuse("database_url", missing)
     try:
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
     except (*UNUSABLE, asyncpg.ClientConfigurationError) as error:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from uuid import UUID
 
 from postroom._wire.message import parse_destination
 from postroom._wire.names import check_name
-from postroom.errors import InvalidMessage
-from postroom.spark.database import chosen_url
+from postroom.spark.database import chosen_url, refuse
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
@@ -53,9 +52,9 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     """Check the options of a read; raises `InvalidMessage` that names the wrong one and its allowed values."""
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - {known.lower() for known in _NAMES}:
-        _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
+        refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
     for name in (name for name, value in given.items() if not value.strip()):
-        _refuse(name, f"the option {name} is empty")
+        refuse(name, f"the option {name} is empty")
     text, mesh = given.get("to"), given.get("mesh")
     if text is not None:
         parse_destination(text)
@@ -74,15 +73,15 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
         push_filters=_switch(given, "push_filters"),
     )
     if not streaming and "failondataloss" in given:
-        _refuse("failOnDataLoss", "failOnDataLoss is for streams: omit it, or read with spark.readStream")
+        refuse("failOnDataLoss", "failOnDataLoss is for streams: omit it, or read with spark.readStream")
     if streaming and found.until is not None:
-        _refuse("until", "a stream has no end: omit the option until, or read with spark.read")
+        refuse("until", "a stream has no end: omit the option until, or read with spark.read")
     if streaming and found.push_filters:
-        _refuse("push_filters", "Spark pushes no filters into a stream: omit push_filters; mesh and since are options")
+        refuse("push_filters", "Spark pushes no filters into a stream: omit push_filters; mesh and since are options")
     if not streaming and found.max_rows_per_batch is not None:
-        _refuse("max_rows_per_batch", "max_rows_per_batch is for streams: omit it, or read with spark.readStream")
+        refuse("max_rows_per_batch", "max_rows_per_batch is for streams: omit it, or read with spark.readStream")
     if found.since is not None and found.until is not None and found.since >= found.until:
-        _refuse("until", "the option until is not after since, so there is nothing to read")
+        refuse("until", "the option until is not after since, so there is nothing to read")
     return found
 
 
@@ -95,7 +94,7 @@ def _moment(options: Mapping[str, str], name: str) -> datetime | None:
         moment = datetime.fromisoformat(text)
         return max(moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC), _EARLIEST)
     except (ValueError, OverflowError):
-        _refuse(
+        refuse(
             name, f"the option {name} is {text!r}: use a day or a time, such as 2026-11-01 or 2026-11-01T08:00:00+01:00"
         )
 
@@ -105,19 +104,15 @@ def _count(options: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not (_NUMBER.fullmatch(text) and 0 < int(text) < 2**31):
-        _refuse(name, f"the option {name} is {text!r}: use a whole number, 1 or more")
+        refuse(name, f"the option {name} is {text!r}: use a whole number, 1 or more")
     return int(text)
 
 
 def _switch(options: Mapping[str, str], name: str, *, default: str = "false") -> bool:
     text = options.get(name.lower(), default).lower()
     if text not in ("true", "false"):
-        _refuse(name, f"the option {name} is {text!r}: use true or false")
+        refuse(name, f"the option {name} is {text!r}: use true or false")
     return text == "true"
-
-
-def _refuse(name: str, sentence: str) -> NoReturn:
-    raise InvalidMessage.of("invalid_option", sentence, field=name)
 
 
 class Conditions(NamedTuple):

@@ -90,31 +90,9 @@ async def answer(
         _refuse(row)
     if row["spawned"]:
         return Answered(row["result"], owner)  # the message came again because it has closed the job
-    row = await _done(
-        connection,
-        "spawn",
-        activity,
-        guid,
-        owner,
-        result,
-        list(partitions),
-        ["partition"] * len(partitions),
-        list(partitions.values()),
-    )
+    children = (list(partitions), ["partition"] * len(partitions), list(partitions.values()))
+    row = await _done(connection, "spawn", activity, guid, owner, result, *children)
     return Answered(result, owner if row["threshold_hit"] else None)
-
-
-async def complete(connection: Connection, activity: UUID, guid: str, owner: UUID, result: str) -> None:
-    """Complete the job that the message `guid` has closed: `job_completed` goes out with `result` (JSON)."""
-    await _done(connection, "finish_job", activity, guid, owner, result)
-
-
-async def give_up(connection: Connection, activity: UUID, guid: str, error: str) -> None:
-    """Enter leg 2 for the message `guid` and leave it with `error`, where it is not done yet."""
-    owner = uuid4()
-    row = await _call(connection, "enter_leg2", activity, guid, owner, _LEASE)
-    if row["verdict"] == "done":
-        await connection.execute(QUERIES["release_leg2"], activity, guid, owner, error)
 
 
 async def _done(connection: Connection, function: str, *values: Any) -> asyncpg.Record:
@@ -184,10 +162,14 @@ class JobOfWrite:
 
     def note_failure(self, error: str) -> None:
         """Record why the write has failed, for an operator; the job goes on when the write is run again."""
-        self._run(
-            lambda connection, _: give_up(connection, self._root, self._guid("write"), error[:_ERROR_CHARACTERS]),
-            _BEGIN_SECONDS,
-        )
+
+        async def note(connection: Connection, _: Patience) -> None:
+            owner, entry = uuid4(), (self._root, self._guid("write"))
+            row = await _call(connection, "enter_leg2", *entry, owner, _LEASE)
+            if row["verdict"] == "done":
+                await connection.execute(QUERIES["release_leg2"], *entry, owner, error[:_ERROR_CHARACTERS])
+
+        self._run(note, _BEGIN_SECONDS)
 
     async def _begin(self, connection: Connection, _: Patience) -> None:
         if not await connection.fetchval(QUERIES["knows_mesh"], self._job.mesh):
@@ -219,7 +201,8 @@ class JobOfWrite:
             answered = await answer(connection, child, guid, _json(counted), {})
             if answered.closed_by is not None:
                 totals = {name: sum(getattr(each, name) for each in kept) for name in Counts.__struct_fields__}
-                await complete(connection, child, guid, answered.closed_by, _json({"partitions": len(kept), **totals}))
+                result = _json({"partitions": len(kept), **totals})
+                await _done(connection, "finish_job", child, guid, answered.closed_by, result)
             patience.restart()
 
     def _guid(self, word: str) -> str:

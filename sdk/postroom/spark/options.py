@@ -15,8 +15,7 @@ import msgspec
 from pyspark.sql import types
 
 from postroom._wire.message import Priority, parse_destination
-from postroom.errors import InvalidMessage
-from postroom.spark.database import chosen_url
+from postroom.spark.database import chosen_url, refuse
 
 Wait = Literal["queued", "accepted"]
 
@@ -113,18 +112,18 @@ def plan_write(options: Mapping[str, str], schema: types.StructType) -> WritePla
     """Check the options of a write of rows of `schema`; the `InvalidMessage` that it raises says what to change."""
     given = {name.lower(): value for name, value in options.items()}
     if not given:
-        _refuse("id", _NO_OPTIONS)
+        refuse("id", _NO_OPTIONS)
     chosen = _decode({name: value for name, value in given.items() if name not in _SPARKS_OWN})
     ids = tuple(filter(None, (name.strip() for name in (chosen.id or "").split(","))))
     if not ids:
-        _refuse("id", _ID_REQUIRED)
+        refuse("id", _ID_REQUIRED)
     if (chosen.to is None) == (chosen.to_column is None):
-        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column with each row's")
+        refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column with each row's")
     if chosen.to is not None:
         parse_destination(chosen.to)
     for option, directory in (("on_conflict", chosen.on_conflict), ("on_refused", chosen.on_refused)):
         if directory != FAIL and directory.strip().lower() == FAIL:  # else the rows would go to a place called so
-            _refuse(option, f"the option `{option}` is {directory!r}: give `{FAIL}`, or a directory")
+            refuse(option, f"the option `{option}` is {directory!r}: give `{FAIL}`, or a directory")
     target = chosen.to or f"column {chosen.to_column}"  # it does not depend on how the rows are cut into tasks
     plan = WritePlan(
         schema=schema,
@@ -149,14 +148,14 @@ def stream_tag(plan: WritePlan, query: str) -> str:
 def _decode(given: dict[str, str]) -> SinkOptions:
     if unknown := given.keys() - set(SinkOptions.__struct_fields__):
         known = ", ".join(SinkOptions.__struct_fields__)
-        _refuse(min(unknown), f"the sink has no option `{min(unknown)}`; it has {known}")
+        refuse(min(unknown), f"the sink has no option `{min(unknown)}`; it has {known}")
     if empty := [name for name, value in given.items() if not value.strip() and name != "id"]:
-        _refuse(empty[0], f"the option `{empty[0]}` is empty")
+        refuse(empty[0], f"the option `{empty[0]}` is empty")
     try:
         return msgspec.convert(given, SinkOptions, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).partition("$.")[2].rstrip("`")
-        _refuse(name, f"the option `{name}` is {given[name]!r}: give {_EXPECTED[name]}")
+        refuse(name, f"the option `{name}` is {given[name]!r}: give {_EXPECTED[name]}")
 
 
 def _job(chosen: SinkOptions) -> WriteJob | None:
@@ -164,33 +163,33 @@ def _job(chosen: SinkOptions) -> WriteJob | None:
     if chosen.job is None:
         for option, text in (("mesh", chosen.mesh), ("database_url", chosen.database_url)):
             if text is not None:
-                _refuse(option, f"the option `{option}` is only for a write with `job`: set `job` too, or omit it")
+                refuse(option, f"the option `{option}` is only for a write with `job`: set `job` too, or omit it")
         return None
     chosen_url(chosen.database_url, "has the job")
     mesh = chosen.mesh or os.environ.get(_MESH)
     if not mesh:
-        _refuse("mesh", f"the job has no mesh: set {_MESH}, or the option `mesh`")
+        refuse("mesh", f"the job has no mesh: set {_MESH}, or the option `mesh`")
     try:
         return WriteJob(id=UUID(chosen.job), mesh=mesh, database_url=chosen.database_url)
     except ValueError:
         advice = "choose a UUID for the write, and use it again whenever the write runs again"
-        _refuse("job", f"the option `job` is {chosen.job!r}: {advice}")
+        refuse("job", f"the option `job` is {chosen.job!r}: {advice}")
 
 
 def _check_columns(plan: WritePlan) -> None:
     """Check that every column exists once, and has a type that its option can use."""
     names, meta, body = plan.schema.fieldNames(), plan.options.meta, plan.options.body
     if twice := {name for name in names if names.count(name) > 1}:
-        _refuse(None, f"the DataFrame has more than one column `{min(twice)}`: rename one")
+        refuse(None, f"the DataFrame has more than one column `{min(twice)}`: rename one")
     for name in plan.ids:
-        check_id_type(name, _column(plan, "id", name))
+        _check_id_type(name, _column(plan, "id", name))
     for option, text in (("to_column", plan.options.to_column), ("priority", plan.priority_column)):
         if text is not None and not isinstance(_column(plan, option, text), types.StringType):
-            _refuse(option, f"the column `{text}` of the option `{option}` must be text")
+            refuse(option, f"the column `{text}` of the option `{option}` must be text")
     if meta is not None and not isinstance(kind := _column(plan, "meta", meta), types.StringType):
         if not isinstance(kind, (types.StructType, types.MapType)):
             expected = "must be a struct, a map, or text with JSON objects"
-            _refuse("meta", f"the column `{meta}` of the option `meta` {expected}")
+            refuse("meta", f"the column `{meta}` of the option `meta` {expected}")
         check_type(meta, kind)
     if body is None:
         for field in plan.schema:
@@ -204,7 +203,7 @@ def _column(plan: WritePlan, option: str, name: str) -> types.DataType:
         names = plan.schema.fieldNames()
         there = f"has: {', '.join(names)}" if names else "has no column"
         hint = ", nor is it now, next or low" if option == "priority" else ""
-        _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame {there}")
+        refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame {there}")
     return plan.schema[name].dataType
 
 
@@ -219,25 +218,19 @@ def check_type(name: str, kind: types.DataType) -> None:
         case types.MapType():
             check_type(name, kind.valueType)
             if not isinstance(kind.keyType, _EXACT):
-                raise _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
+                _unsupported(name, f"maps with keys of type {kind.keyType.simpleString()}")
         case _ if not isinstance(kind, _PLAIN):
-            raise _unsupported(name, f"the type {kind.simpleString()}")
+            _unsupported(name, f"the type {kind.simpleString()}")
 
 
-def check_id_type(name: str, kind: types.DataType) -> None:
+def _check_id_type(name: str, kind: types.DataType) -> None:
     """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
     if not isinstance(kind, _EXACT):
-        detail = (
-            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
-            "whole numbers, decimals, booleans, dates and times, which are the same text each time"
-        )
-        raise InvalidMessage.of("invalid_option", detail, field="id")
+        expected = "text, whole numbers, decimals, booleans, dates and times, which are the same text each time"
+        refuse("id", f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use {expected}")
 
 
-def _unsupported(name: str, what: str) -> InvalidMessage:
-    detail = f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
-    return InvalidMessage.of("invalid_option", detail, field=name)
-
-
-def _refuse(option: str | None, detail: str) -> NoReturn:
-    raise InvalidMessage.of("invalid_option", detail, field=option)
+def _unsupported(name: str, what: str) -> NoReturn:
+    refuse(
+        name, f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
+    )

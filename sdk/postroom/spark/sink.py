@@ -35,6 +35,7 @@ from postroom._wire.spark import SparkTask
 from postroom._wire.words import counted
 from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, PostroomError, Problem, TryAgain, Unavailable
+from postroom.spark.database import refuse
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
 from postroom.spark.rows import Row, RowReader, key_text
@@ -72,12 +73,10 @@ class BatchSink(DataSourceArrowWriter):
     """A batch write, and the job that it is, if it is one."""
 
     def __init__(self, plan: WritePlan) -> None:
+        """Begin the job, on the driver; raises the `PostroomError` that forbids it."""
         self._plan = plan
         self._ulid = new_id()
         self._job = None if plan.job is None else JobOfWrite(plan, plan.job)
-
-    def begin(self) -> None:
-        """Begin the job, on the driver, before a row is sent; raises the `PostroomError` that forbids it."""
         if self._job is not None:
             self._job.begin()
 
@@ -134,8 +133,8 @@ class StreamSink(DataSourceStreamArrowWriter):
         """Report what became of the rows of a micro-batch; raises where some were not sent, which ends the query."""
         # refuse the trigger `continuous`, for which Spark drops the rows: it never calls `write` of a Python sink
         if None in messages:
-            detail = "Spark has not passed the rows on: use the trigger processingTime or availableNow, not continuous"
-            raise InvalidMessage.of("invalid_option", detail, field="trigger")
+            advice = "use the trigger processingTime or availableNow, not continuous"
+            refuse("trigger", f"Spark has not passed the rows on: {advice}")
         tag = next((message.stream for message in messages if isinstance(message, TaskDone)), "")  # they have the same
         _conclude(self._plan, _tallies(messages), f"stream-{tag}-batch-{batchId}")
 
@@ -146,28 +145,28 @@ class StreamSink(DataSourceStreamArrowWriter):
 
 def batch_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> BatchSink:
     """Check a batch write, and begin its job; raises the `PostroomError` that forbids it before anything is sent."""
-    sink = BatchSink(_checked(options, schema, overwrite=overwrite))
-    sink.begin()
-    return sink
+    return BatchSink(_checked(options, schema, overwrite=overwrite))
 
 
 def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> StreamSink:
     """Check a streaming write; raises `InvalidMessage` before anything is sent."""
     plan = _checked(options, schema, overwrite=overwrite)
     if plan.job is not None:
-        detail = "a stream has no last partition, so it cannot be a job: omit the option `job`, or write a batch"
-        raise InvalidMessage.of("invalid_option", detail, field="job")
+        refuse("job", "a stream has no last partition, so it cannot be a job: omit the option `job`, or write a batch")
     return StreamSink(plan)
 
 
 def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
     if overwrite:
-        detail = 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream'
-        raise InvalidMessage.of("invalid_option", detail, field="mode")
+        refuse("mode", 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream')
     plan = plan_write(options, schema)
     for option, directory in (("on_conflict", plan.options.on_conflict), ("on_refused", plan.options.on_refused)):
         if directory != FAIL:
-            prepare_directory(option, directory)
+            try:
+                system, path = _resolve(directory)
+                system.create_dir(path, recursive=True)
+            except (OSError, ValueError) as error:
+                refuse(option, f"cannot use {directory!r} of the option `{option}`: {error}")
     return plan
 
 
@@ -256,7 +255,7 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch], traceparent:
     # refuse to send the rows of a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
         detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
-        raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
+        refuse("mesh", f"{detail}: set the option `mesh` to {version.mesh}")
     task = _Task(plan, traceparent)
     reader = RowReader(plan, None if plan.options.on_refused == FAIL else task.refuse)
     async with (
@@ -415,16 +414,6 @@ def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
         sentence = f"the id of {rows} was used before with other content: {shown}{more}"
         return Conflict.of("idempotency_key_reused", f"{sentence}. Every other row was sent")
     return InvalidMessage.of("rows_refused", f"{rows} not sent: {shown}{more}. Every other row was")
-
-
-def prepare_directory(option: str, directory: str) -> None:
-    """Create the directory of `option` before a row is sent; raises `InvalidMessage` where that fails."""
-    try:
-        system, path = _resolve(directory)
-        system.create_dir(path, recursive=True)
-    except (OSError, ValueError) as error:
-        detail = f"cannot use {directory!r} of the option `{option}`: {error}"
-        raise InvalidMessage.of("invalid_option", detail, field=option) from error
 
 
 def write_problems(plan: WritePlan, directory: str, name: str, problems: Sequence[RowProblem]) -> str:
