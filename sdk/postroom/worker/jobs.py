@@ -188,21 +188,16 @@ class JobHandler:
         requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
         brought_back = [meaning.answer.request for meaning in meanings if isinstance(meaning, Due) and meaning.answer]
         with self._engine.holding(requests + [request for request in brought_back if request is not None]):
-            await self._handle_all(batch, meanings, requests, settle)
-
-    async def _handle_all(
-        self, batch: Sequence[Delivery], meanings: Sequence[Meaning | Dead], requests: list[UUID], settle: Settle
-    ) -> None:
-        try:
-            askers = await self._engine.find_askers(requests)
-        except POSTGRES_ERRORS as error:
-            for delivery in batch:
-                await settle(delivery, _again(error, delivery))
-            return
-        steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
-        for ended in await asyncio.gather(*steps, return_exceptions=True):
-            if ended is not None:  # after all have ended, so that one message does not fail the others
-                raise ended
+            try:
+                askers = await self._engine.find_askers(requests)
+            except POSTGRES_ERRORS as error:
+                for delivery in batch:
+                    await settle(delivery, _again(error, delivery))
+                return
+            steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
+            for ended in await asyncio.gather(*steps, return_exceptions=True):
+                if ended is not None:  # after all have ended, so that one message does not fail the others
+                    raise ended
 
     async def _handle(
         self, delivery: Delivery, meaning: Meaning | Dead, askers: Mapping[UUID, Asker], settle: Settle

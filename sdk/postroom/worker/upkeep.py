@@ -179,9 +179,16 @@ class Upkeep:
 
     async def _look(self, link: Link) -> None:
         """Declare the streams, and compare all of them with the record."""
-        done = [
-            found for stream in self._config.streams if (found := await self._declare_one(link, stream)) is not None
-        ]
+        done: list[Reconciled] = []
+        for stream in self._config.streams:
+            try:
+                done.append(await ensure_stream(link.js, stream))
+            except Conflict as error:
+                raise Fatal(Exit.CONFIG, error.problem.detail) from error
+            except (Unavailable, TryAgain) as error:  # a cluster does not know its state, or has no room: until it has
+                if link.broken:
+                    raise
+                _log.warning("stream_unavailable", stream=stream.name, detail=str(error))
         declared = [subjects for stream in self._config.streams for subjects in stream.subjects]
         await declare_subjects(self._pool, declared)
         if self._config.declare_streams:
@@ -195,18 +202,6 @@ class Upkeep:
             if action != "unchanged":
                 _log.info(f"stream_{action}", stream=name, changes=list(changes))
         await self._record.compare(link)
-
-    async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
-        """Declare one stream; one whose state a cluster does not know, or that has no room, is left until it has."""
-        try:
-            return await ensure_stream(link.js, stream)
-        except Conflict as error:
-            raise Fatal(Exit.CONFIG, error.problem.detail) from error
-        except (Unavailable, TryAgain) as error:
-            if link.broken:
-                raise
-            _log.warning("stream_unavailable", stream=stream.name, detail=str(error))
-            return None
 
     async def _declare_defaults(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
         """Create those streams whose subjects no stream has yet, and change existing ones to what the operator set.
