@@ -18,9 +18,6 @@ _MAYBE_AS_THEY_ARE: Final = _AS_THEY_ARE | {int, float}
 
 _LONG: Final = re.compile(r"\d{16}")  # no shorter number is beyond `_EXACT`
 
-_encode: Final = msgspec.json.Encoder().encode
-_decode: Final = msgspec.json.Decoder().decode
-
 
 def encode(value: Any) -> bytes:
     """Return the canonical form of a value of JSON.
@@ -28,7 +25,7 @@ def encode(value: Any) -> bytes:
     Raises `rfc8785.CanonicalizationError`, `UnicodeEncodeError` or `TypeError` where JSON cannot hold it, and
     `RecursionError` where it nests too deeply.
     """
-    return _encode(_canonical(value))
+    return msgspec.json.encode(_canonical(value))
 
 
 def decode(text: str) -> Any:
@@ -36,7 +33,7 @@ def decode(text: str) -> Any:
 
     No whole number beyond 2^53 is accepted, so one with the digits of a double is that double.
     """
-    return json.loads(text, parse_int=_integer) if _LONG.search(text) else _decode(text)
+    return json.loads(text, parse_int=_integer) if _LONG.search(text) else msgspec.json.decode(text)
 
 
 def _integer(digits: str) -> int | float:

@@ -44,7 +44,6 @@ _NAME: Final = re.compile(r"(?!data$)[a-z0-9]{1,20}")
 _IS_JSON: Final = re.compile(r"[\w.+-]+/(?:[\w.-]+\+)?json", re.IGNORECASE)
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _UNQUOTED: Final = "!#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # printable ASCII but for space, `"` and `%`
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class _Structured(msgspec.Struct):
@@ -86,7 +85,7 @@ class CloudEvent(NamedTuple):
                 members["data"] = msgspec.Raw(self.data)
             else:
                 members["data_base64"] = base64.b64encode(self.data).decode()
-        return _encode(members)
+        return msgspec.json.encode(members)
 
     def headers(self) -> dict[str, str]:
         """Return its attributes as headers, but for the `Content-Type` of its data, which is the body."""

@@ -43,7 +43,6 @@ Outcome = Literal["done", "dead", "aborted"]
 
 _UID: Final = 1000  # the sender of all of them
 _SEND: Final = re.compile(r"/v1/sends/([^/]+)")
-_encode: Final = msgspec.json.Encoder().encode
 _PAUSE_SECONDS: Final = 0.01  # in which a test may settle what is waited for
 _Pause = Callable[[float], Awaitable[None]]
 
@@ -259,8 +258,8 @@ class _Fake(Exchanges):
         try:
             status, content = await self._daemon._answer(request, self._pause)  # noqa: SLF001 - the two are one thing
         except PostroomError as error:
-            return _head(error.problem.status, PROBLEM_JSON), _encode(error.problem)
-        return _head(status, JSON), _encode(content)
+            return _head(error.problem.status, PROBLEM_JSON), msgspec.json.encode(error.problem)
+        return _head(status, JSON), msgspec.json.encode(content)
 
     @asynccontextmanager
     async def stream(
@@ -298,7 +297,7 @@ class _Lines:
         piece = await anext(self._body, b"")
         first, self._number = self._number, self._number + piece.count(b"\n")
         results = (self._answer(number, line) for number, line in enumerate(piece.splitlines(), first + 1))
-        return b"".join(_encode(result) + b"\n" for result in results)
+        return b"".join(msgspec.json.encode(result) + b"\n" for result in results)
 
 
 class FakeAsyncClient(AsyncClient):

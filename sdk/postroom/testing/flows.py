@@ -54,8 +54,6 @@ _PRIMITIVES: Final = {
 }
 _COMMIT: Final = "COMMIT;"  # as asyncpg sends it
 
-_decode: Final = msgspec.json.Decoder().decode
-
 
 class FlowRun(NamedTuple):
     """A job that ended: its state, what its completion returned, what it left, and which steps it committed."""
@@ -241,7 +239,7 @@ class _Job:
             case EventSubject(_, name, _):
                 self._waiting.append(self._delivery(message.subject, message.body, message.headers))
                 if name == "job_completed":
-                    self.result = _decode(message.body).get("result")
+                    self.result = msgspec.json.decode(message.body).get("result")
             case _:
                 await self._answer(UUID(message.headers[MESSAGE_ID]), message.body)
 
@@ -253,7 +251,7 @@ class _Job:
         if asker.name not in self._answers:
             sentence = f"{asker.name!r} asks queue:{activity.queue}: give the case answers={{{asker.name!r}: …}}"
             raise AssertionError(sentence)
-        answer = encode(self._answers[asker.name](_decode(body)), f"the answer for {asker.name!r}")
+        answer = encode(self._answers[asker.name](msgspec.json.decode(body)), f"the answer for {asker.name!r}")
         subject = event_subject(self._mesh, activity.answer or _ANSWERED)
         headers = {MESSAGE_ID: f"answer-{request}", CAUSATION_ID: str(request)}
         self._waiting.append(self._delivery(subject, answer.encode(), headers))

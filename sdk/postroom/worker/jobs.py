@@ -101,7 +101,6 @@ Meaning = Due | Answering | None
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
 _decode_answering: Final = msgspec.json.Decoder(_Answering).decode
 _decode_send: Final = msgspec.json.Decoder(_Send).decode
-_decode: Final = msgspec.json.Decoder().decode
 
 
 def read(delivery: Delivery) -> Meaning:
@@ -161,9 +160,9 @@ def _said(data: bytes) -> Any:
     try:
         text = _decode_send(data).message.body
     except msgspec.ValidationError:
-        return _decode(data)
+        return msgspec.json.decode(data)
     try:
-        return None if text is None else _decode(text)
+        return None if text is None else msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
 

@@ -37,7 +37,6 @@ TRACEPARENT: Final = "traceparent"
 
 _CHECKED: Final = frozenset({EVENT_VERSION, EXPECTED_VERSION, OCCURRED_AT})  # the headers whose value must have a form
 _SAMPLED: Final = 1  # in the flags of a traceparent
-_decode: Final = msgspec.json.Decoder().decode
 
 
 def to_microseconds(moment: datetime) -> int:
@@ -72,7 +71,7 @@ def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> 
     """
     envelope = unread(delivery, scope, tick)
     try:
-        payload = _decode(delivery.data)
+        payload = msgspec.json.decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         sentence = f"the body of {envelope.id} is not JSON: {json_fault(error, delivery.data)}"
         raise InvalidMessage.of("invalid_json", sentence) from error

@@ -30,7 +30,6 @@ from postroom.chassis.sqlite import exit_after
 _PAUSE: Final = 0.002  # seconds between two looks at a lock that another process holds
 _BYTES: Final = 4096  # reserved, so that it can be written on a full disk
 _END: Final = b"\n"
-_encode: Final = msgspec.json.Encoder().encode
 
 
 _open: Final[WeakSet[Turns]] = WeakSet()  # those of this process
@@ -87,7 +86,7 @@ class Turns:
 
     def begin(self, begun: Begun) -> None:
         """Note that this attempt runs now, and no earlier one."""
-        self._write(_encode(begun) + _END)
+        self._write(msgspec.json.encode(begun) + _END)
 
     def end(self) -> None:
         """Note that nothing runs."""

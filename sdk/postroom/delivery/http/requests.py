@@ -23,7 +23,6 @@ from postroom.signatures import SIGNATURE, sign, standard_headers
 
 MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
-_encode: Final = msgspec.json.Encoder().encode
 
 
 class Malformed(Exception):
@@ -83,7 +82,7 @@ def body(incoming: Incoming, consumer: str) -> bytes:
         consumer=consumer,
         payload=msgspec.Raw(delivery.data),
     )
-    return _encode(request)
+    return msgspec.json.encode(request)
 
 
 def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[str, str]:
