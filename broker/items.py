@@ -17,7 +17,7 @@ import msgspec
 from postroom._wire.accept import MAX_BATCH, AcceptedEvent, RawAcceptItem
 from postroom._wire.administration import MemberName
 from postroom._wire.fingerprint import prefix
-from postroom._wire.ids import ID_RULE, MAX_ID_LENGTH, is_client_message_id
+from postroom._wire.ids import ID_RULE, MAX_ID_LENGTH
 from postroom._wire.message import (
     MAX_MENTIONS,
     TRACEPARENT,
@@ -29,7 +29,7 @@ from postroom._wire.message import (
     refuse_duplicate_keys,
     refuse_too_many_values,
 )
-from postroom._wire.names import FINGERPRINT
+from postroom._wire.names import FINGERPRINT, MESSAGE_ID
 from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.postgres import uuid_of
 from postroom.errors import InvalidMessage, Problem
@@ -180,7 +180,7 @@ def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
             refuse_duplicate_keys(beside)
         except InvalidMessage as error:
             return _malformed(position, "", error.code, f"message {position} of the batch: {error.problem.detail}")
-    if not is_client_message_id(item.client_message_id):
+    if not MESSAGE_ID.allows(item.client_message_id):
         sentence = f"client_message_id is not an id: {ID_RULE}"
         return _malformed(position, item.client_message_id[:MAX_ID_LENGTH], "invalid_client_message_id", sentence)
     if not FINGERPRINT.allows(item.request_fingerprint):

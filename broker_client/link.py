@@ -28,8 +28,9 @@ from postroom._wire.accept import (
     SentMessage,
 )
 from postroom._wire.administration import Subscribe, Subscription, TopicList
-from postroom._wire.ids import is_client_message_id, now_ms
+from postroom._wire.ids import now_ms
 from postroom._wire.message import parse_destination
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.programs import PROGRAMS, Report
 from postroom._wire.retry import Backoff, read_date, read_retry_after
 from postroom._wire.sends import MAX_ENDED, EndedRows
@@ -141,7 +142,7 @@ class BrokerLink:
             accepted = answer.status in _ACCEPTED
             ids_are_valid = (
                 answer.broker_message_id is not None
-                and is_client_message_id(answer.broker_message_id)
+                and MESSAGE_ID.allows(answer.broker_message_id)
                 and answer.history_id is not None
                 and 0 <= answer.history_id <= _LARGEST_HISTORY_ID
             )

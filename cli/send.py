@@ -23,8 +23,8 @@ from cli.noun import Json, Socket, choice, duration, file_name, named, noun, tim
 from cli.output import json_line, line, note, progress
 from postroom import Client, SendRequest
 from postroom._wire.arguments import compose
-from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import Priority, decode_request, parse_destination, refuse
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.sends import BatchResult
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
@@ -129,7 +129,7 @@ def _destination(to: str | None) -> str:
 
 def _check_prefix(prefix: str | None) -> None:
     """Refuse what no id of a line can begin with; nothing at all would give every run of everybody the same ids."""
-    if prefix is not None and not (prefix and is_client_message_id(_id(prefix, 1) or "")):
+    if prefix is not None and not (prefix and MESSAGE_ID.allows(_id(prefix, 1) or "")):
         raise typer.BadParameter(
             f"{prefix!r} begins no id: give 1 to 118 characters of A-Za-z0-9._:~-", param_hint="--id-prefix"
         )

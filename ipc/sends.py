@@ -31,8 +31,8 @@ from ipc.shares import NO_UID, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped
 from postroom._wire.accept_table import Answered, answer
 from postroom._wire.cloudevents import CloudEventQuery, read_event
-from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import PreparedSend, SendRequest, decode_request, prepare
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.operations import SendsQuery, WaitQuery
 from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, SendList
 from postroom._wire.transport import JSON, NDJSON
@@ -162,7 +162,7 @@ class SendRoutes:
 
     async def _visible(self, ids: Sequence[str], caller: Caller) -> list[OutboxRow]:
         """Find the rows; for a caller that is not an operator, rows of other uids do not exist."""
-        known = [each for each in ids if is_client_message_id(each)]
+        known = [each for each in ids if MESSAGE_ID.allows(each)]
         may_operate = self._services.policy.may_operate(caller)
         rows = await self._outbox.find_all(known) if known else []
         return [row for row in rows if may_operate or submitted_by(row, caller)]

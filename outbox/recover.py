@@ -32,8 +32,9 @@ from outbox.pages import Pages, Records, Wrong, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
-from postroom._wire.ids import is_client_message_id, now_ms
+from postroom._wire.ids import now_ms
 from postroom._wire.message import Envelope, check_envelope
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite, store, wal
 from postroom.chassis.exits import Exit, Fatal
@@ -341,7 +342,7 @@ class _Salvage:
         if not all(isinstance(each, str) or (isinstance(each, bytes) and len(each) in PACKED_BYTES) for each in ids):
             return False
         name = text_of(row.client_message_id)
-        if not is_client_message_id(name) or self._is_kept(row.seq, name):
+        if not MESSAGE_ID.allows(name) or self._is_kept(row.seq, name):
             return False
         values = astuple(replace(row, common=number_of(self._new, shared)))[:-1]
         try:
@@ -368,7 +369,7 @@ class _Salvage:
     def _keep_row(self, row: _Live, *, strict: bool) -> bool:
         indexed = self._new.execute(_QUERIES["indexed"], (row.seq,)).fetchone()
         name, row_id, sound_name, sound_id = indexed or (None, None, 0, 0)
-        if not is_client_message_id(row.client_message_id) or self._is_kept(row.seq, row.client_message_id):
+        if not MESSAGE_ID.allows(row.client_message_id) or self._is_kept(row.seq, row.client_message_id):
             return False
         if (sound_name and name != row.client_message_id) or (sound_id and row_id != row.id):
             return False

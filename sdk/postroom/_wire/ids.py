@@ -5,7 +5,6 @@ before anything is written. Minted ids are ULIDs in time order, which keeps ever
 """
 
 import os
-import re
 import secrets
 import time
 from threading import RLock
@@ -15,7 +14,6 @@ MAX_ID_LENGTH: Final = 128  # characters
 ID_RULE: Final = f"1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
 _PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
-CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
 def now_ms() -> int:
@@ -95,11 +93,6 @@ def ulid_number(ulid: str) -> int:
 def ulid_of(number: int) -> str:
     """Write a number of 128 bits as a ULID."""
     return "".join([_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5)])
-
-
-def is_client_message_id(text: str) -> bool:
-    """Return whether `text` may be an id (docs/contract/send.md#send-29)."""
-    return CLIENT_MESSAGE_ID.fullmatch(text) is not None
 
 
 def context_of(subject: str) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn
 import msgspec
 
 from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
-from postroom._wire.ids import ID_RULE, is_client_message_id, new_id
+from postroom._wire.ids import ID_RULE, new_id
 from postroom._wire.names import MAX_NAME, MESSAGE_ID, QUEUE, SNAKE, TRACE, WORD, Rule
 from postroom._wire.words import json_fault, shape_fault
 from postroom.errors import InvalidMessage
@@ -94,8 +94,17 @@ class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     version: str = ENVELOPE_VERSION
 
     def body_bytes(self) -> bytes:
-        """Return the body's raw bytes; raises `InvalidMessage` where `body_base64` is not base64."""
-        return _body_bytes(self.body, self.body_base64)
+        """Return the body's raw bytes; raises `InvalidMessage` for a body that may not be."""
+        if self.body_base64 is None:
+            if self.body is not None and "\0" in self.body:
+                refuse("nul_character", "body contains a NUL character: send bytes as body_base64", "body")
+            return (self.body or "").encode()
+        if self.body is not None:
+            refuse("two_bodies", "give body or body_base64, not both", "body_base64")
+        try:
+            return base64.b64decode(self.body_base64, validate=True)
+        except (binascii.Error, ValueError) as error:
+            refuse("invalid_base64", f"body_base64 is not base64 (RFC 4648 §4): {error}", "body_base64")
 
     def mentions(self) -> list[str]:
         """Return the members that the message mentions."""
@@ -123,8 +132,6 @@ class Checked(msgspec.Struct, frozen=True, gc=False):
 
 
 _decode_send: Final = msgspec.json.Decoder(SendRequest).decode
-_encode_send: Final = msgspec.json.Encoder().encode
-_encode_envelope: Final = msgspec.json.Encoder().encode
 
 
 def read_traceparent(given: str | None) -> str | None:
@@ -178,7 +185,7 @@ def prepare(
     return PreparedSend(
         client_message_id,
         checked.fingerprint,
-        _encode_envelope(envelope),
+        msgspec.json.encode(envelope),
         request.to,
         request.priority,
         _utc(request.not_before),
@@ -256,7 +263,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
         refuse("unsupported_version", f"envelope version {envelope.version!r} is not {ENVELOPE_VERSION!r}", "version")
     if envelope.reply_to is not None:
         check_client_message_id(envelope.reply_to, "reply_to")
-    body = _body_bytes(envelope.body, envelope.body_base64)
+    body = envelope.body_bytes()
     if len(body) > max_body_bytes:
         refuse("payload_too_large", f"the body has {len(body)} bytes, the limit is {max_body_bytes}", "body")
     meta = b""
@@ -309,22 +316,9 @@ def check_destination(text: str | None) -> str | None:
 
 def check_client_message_id(text: str, field: str) -> str:
     """Return `text` if it may be an id, else raise `InvalidMessage` for `field`."""
-    if not is_client_message_id(text):
+    if MESSAGE_ID.pattern.fullmatch(text) is None:
         refuse("invalid_client_message_id", f"{field} is not an id: {ID_RULE}", field)
     return text
-
-
-def _body_bytes(text: str | None, encoded: str | None) -> bytes:
-    if encoded is None:
-        if text is not None and "\0" in text:
-            refuse("nul_character", "body contains a NUL character: send bytes as body_base64", "body")
-        return (text or "").encode()
-    if text is not None:
-        refuse("two_bodies", "give body or body_base64, not both", "body_base64")
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError) as error:
-        refuse("invalid_base64", f"body_base64 is not base64 (RFC 4648 §4): {error}", "body_base64")
 
 
 def _utc(moment: datetime | None) -> datetime | None:
@@ -345,7 +339,7 @@ def _is_shortest(data: bytes, request: SendRequest) -> bool:
     """
     if request.meta is not None or request.not_before is not None:
         return False
-    return len(data) < len(_encode_send(request)) + _LEAST_MEMBER
+    return len(data) < len(msgspec.json.encode(request)) + _LEAST_MEMBER
 
 
 def _quotes_in(data: bytes, body: str | None = None) -> int:
@@ -357,7 +351,7 @@ def _quotes_in(data: bytes, body: str | None = None) -> int:
     if b"\\" not in data:
         return data.count(b'"')
     if body is not None and len(body) >= _LONG:
-        text = _encode_envelope(body)
+        text = msgspec.json.encode(body)
         at = data.find(text[:_BEGINNING])  # to prepare a search for all of it would take as long as to count
         if data.startswith(text, at) and not data.endswith(b"\\", 0, at):
             return 2 + _quotes_in(data[:at] + data[at + len(text) :])

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from postroom._wire.ids import CLIENT_MESSAGE_ID, ID_RULE
+from postroom._wire.ids import ID_RULE
 from postroom.errors import InvalidMessage
 
 MAX_NAME: Final = 64  # characters of a name, or of a queue's segment
@@ -50,7 +50,7 @@ SUBJECTS: Final = Rule(  # of NATS: one subject, or a pattern for several
 )
 STREAM: Final = Rule(re.compile("[A-Za-z0-9_-]{1,64}"), "1 to 64 letters, digits, `_` and `-`")  # or its consumer
 REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
-MESSAGE_ID: Final = Rule(CLIENT_MESSAGE_ID, ID_RULE)
+MESSAGE_ID: Final = Rule(re.compile("[A-Za-z0-9._:~-]{1,128}"), ID_RULE)  # docs/contract/send.md#send-29
 FINGERPRINT: Final = Rule(re.compile("[0-9a-f]{64}"), "a sha-256 in 64 lower-case hex digits")
 TRACE: Final = Rule(
     re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),

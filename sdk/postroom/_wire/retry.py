@@ -118,11 +118,12 @@ def read_retry_after(header: str | None, now_ms: int) -> float | None:
     """Read a `Retry-After` header, seconds or an HTTP date (RFC 9110 §10.2.3), clamped; None where it is neither."""
     if header is None:
         return None
-    text = header.strip()
-    seconds = _seconds(text)
-    if seconds is None and (moment := read_date(text)) is not None:
-        seconds = (moment - now_ms) / 1000
-    return None if seconds is None else clamp_retry_after(seconds)
+    try:
+        seconds = float(header)
+    except ValueError:
+        moment = read_date(header.strip())
+        return None if moment is None else clamp_retry_after((moment - now_ms) / 1000)
+    return clamp_retry_after(seconds) if math.isfinite(seconds) else None
 
 
 def read_date(header: str | None) -> int | None:
@@ -134,14 +135,6 @@ def read_date(header: str | None) -> int | None:
         return round((moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment).timestamp() * 1000)
     except (ValueError, TypeError, OverflowError, IndexError):
         return None
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) else None
 
 
 def error_text(error: BaseException) -> str:

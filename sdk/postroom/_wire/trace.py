@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from postroom._wire.ids import is_client_message_id
 from postroom._wire.moment import EPOCH
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
 from postroom._wire.spark import SPARK_ID, SparkTask
 from postroom._wire.words import when
@@ -131,7 +131,7 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
         return {step.ids[NAME]: step.ids.get("sender") for step in part.steps if NAME in step.ids}
 
     sent = await add_part(broker, id_)
-    rows = await add_part(daemon if broker is None or is_client_message_id(id_) else None, id_, sent.get(id_))
+    rows = await add_part(daemon if broker is None or MESSAGE_ID.allows(id_) else None, id_, sent.get(id_))
     for name in list(rows.keys() - sent.keys())[:_MOST]:  # it was a row's id, or the row was requeued
         sent |= await add_part(broker, name)
     for name, sender in list(sent.items())[:_MOST]:

@@ -22,7 +22,7 @@ from support.terminal import Terminal
 
 from cli import connect
 from cli.noun import BrokerPlace
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.names import MESSAGE_ID
 
 WHY = ("--reason", "test", "--yes")
 
@@ -474,5 +474,5 @@ def test_a_message_that_may_have_been_kept_can_be_sent_again_by_its_id(
         ended = Terminal(path).run("send", "topic:orders", "hello")
         named = Terminal(path).run("send", "topic:orders", "hello", "--id", "order-17")
     assert ended.code == 69
-    assert is_client_message_id(ended.sentence().partition("--id ")[2].partition(",")[0])
+    assert MESSAGE_ID.allows(ended.sentence().partition("--id ")[2].partition(",")[0])
     assert "repeat it with --id order-17" in named.sentence()

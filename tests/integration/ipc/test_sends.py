@@ -18,8 +18,8 @@ from ipc.shares import Limits
 from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
 from postroom import AsyncClient, SendRequest
-from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import Envelope, prepare
+from postroom._wire.names import MESSAGE_ID
 
 NDJSON = {"Content-Type": "application/x-ndjson"}
 LINE = {"to": "topic:orders", "body": "hi"}
@@ -27,7 +27,7 @@ LINE = {"to": "topic:orders", "body": "hi"}
 
 async def test_a_send_without_an_id_gets_one(room: Any) -> None:
     first, second = (await room.send(LINE)).json, (await room.send(LINE)).json
-    assert is_client_message_id(first["client_message_id"])
+    assert MESSAGE_ID.allows(first["client_message_id"])
     assert first["client_message_id"] < second["client_message_id"] or len(first["client_message_id"]) == 26
     assert await room.rows() == 2
 

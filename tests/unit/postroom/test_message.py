@@ -21,7 +21,7 @@ from postroom._wire.message import (
     prepare,
     refuse_duplicate_keys,
 )
-from postroom._wire.names import WORD
+from postroom._wire.names import MESSAGE_ID, WORD
 from postroom.errors import InvalidMessage
 
 MIB = 1024 * 1024
@@ -406,6 +406,6 @@ def test_the_document_has_the_rules_that_are_checked(text: str) -> None:
     described = msgspec.json.schema(SendRequest)["$defs"]["SendRequest"]["properties"]
     (id_, _), (mentions, _) = described["client_message_id"]["anyOf"], described["mentions"]["anyOf"]
     assert (re.search(described["to"]["pattern"], text) is not None) == message.is_destination(text)
-    assert (re.search(id_["pattern"], text) is not None) == message.is_client_message_id(text)
+    assert (re.search(id_["pattern"], text) is not None) == MESSAGE_ID.allows(text)
     assert (re.search(mentions["items"]["pattern"], text) is not None) == WORD.allows(text)
     assert mentions["maxItems"] == message.MAX_MENTIONS

@@ -26,7 +26,7 @@ from pyspark.sql.types import (
 )
 
 from postroom import InvalidMessage, SendRequest
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.names import MESSAGE_ID
 from postroom._wire.spark import SPARK_ID
 from postroom.spark.options import plan_write
 from postroom.spark.rows import RowIds, RowReader, id_text
@@ -66,7 +66,7 @@ def test_a_row_without_a_priority_is_next_and_an_empty_one_is_left_to_be_refused
 def test_two_keys_never_share_an_id_and_every_id_is_one(keys: list[list[str]]) -> None:
     one, other = (RowIds("namespace").id_of(key) for key in keys)
     assert (one == other) == (keys[0] == keys[1])
-    assert is_client_message_id(one)
+    assert MESSAGE_ID.allows(one)
 
 
 @pytest.mark.parametrize(
