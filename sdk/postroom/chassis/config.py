@@ -87,7 +87,7 @@ def load(
         if meant:
             raise Fatal(Exit.CONFIG, f"{variable} is not a setting: did you mean {prefix}{meant[0]}?")
     tree = _read(file) if file is not None else {}
-    said = {path for path, _ in _leaves(tree)}
+    said = set(_leaves(tree))
     inherited = {prefix + key: name for name, key in (shared or {}).items() if name in environ}
     variables: dict[str, str] = {}  # of each setting that the environment has, the variable
     for setting in settings(config):
@@ -209,12 +209,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}; see docs/configuration.md") from error
 
 
-def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _leaves(value, (*path, key))
         else:
-            yield (*path, key), value
+            yield (*path, key)
 
 
 def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:

@@ -244,15 +244,12 @@ class TimedConnection(RequestHandler):
         self._heard_at = self._loop.time()
         if self._request_count != requests:
             self._head_since = NEVER
-            self._notice(*self._messages[-1])
+            message, body = self._messages[-1]
+            before, self._last_body = self._last_body, body
+            if not isinstance(message, RawRequestMessage) and before is not None and not before.is_eof():
+                before.set_exception(RequestPayloadError("it does not match its headers"))  # the parser gave up within
         elif self._head_since == NEVER and not (self.busy and self._request_count):  # before its first it only seems so
             self._head_since = self._heard_at
-
-    def _notice(self, message: object, body: StreamReader) -> None:
-        """Remember the newest request's body; where the parser gave up within one, its reader gets the error."""
-        if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
-            self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
-        self._last_body = body
 
     def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
         """Answer complete requests before closing; nothing more will come. TLS has no half-close."""
@@ -347,9 +344,7 @@ class TimedConnection(RequestHandler):
 
     def _last_answer(self, problem: Problem) -> web.StreamResponse:
         """Return the answer that says `problem`, and closes."""
-        answer = problem_response(problem)
-        answer.force_close()
-        return answer
+        return problem_response(problem, close=True)
 
     def abort(self) -> None:
         """Drop the connection without waiting for anything to be read."""

@@ -149,9 +149,7 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
     except RequestPayloadError:
-        answer = problem_response(BROKEN_BODY)
-        answer.force_close()
-        return answer
+        return problem_response(BROKEN_BODY, close=True)
     except Exception:  # noqa: BLE001 - the last net: a bug answers 500 and is logged, the process lives
         return problem_response(unforeseen(request))
 
@@ -172,11 +170,14 @@ def problem_headers(problem: Problem) -> dict[str, str]:
     return headers
 
 
-def problem_response(problem: Problem) -> web.Response:
-    """Answer with `problem` (RFC 9457), and with its headers."""
+def problem_response(problem: Problem, *, close: bool = False) -> web.Response:
+    """Answer with `problem` (RFC 9457), and with its headers; `close` ends the connection after it."""
     body = msgspec.json.encode(problem)
     headers = {"Server": _SERVER, **problem_headers(problem)}  # also where no application answers
-    return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
+    answer = web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
+    if close:
+        answer.force_close()
+    return answer
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

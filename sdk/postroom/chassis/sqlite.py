@@ -115,7 +115,8 @@ def open_writer(
         db = _connect(path, "rw")
         try:
             schema.version_of(db, path, may_be_new=may_be_new)
-            _set_up(db, pragmas or QUERIES["write_pragmas"])
+            # a file that another program writes to is refused a log at once, whatever the busy timeout
+            patiently(lambda: db.executescript(pragmas or QUERIES["write_pragmas"]))
             if check:
                 quick_check(db)
             schema.migrate(db, path)
@@ -158,11 +159,6 @@ def quick_check(db: sqlite3.Connection) -> None:
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
-
-
-def _set_up(db: sqlite3.Connection, pragmas: str) -> None:
-    """Run `pragmas`; a file that another program writes to is refused a log at once, whatever the busy timeout."""
-    patiently(lambda: db.executescript(pragmas))
 
 
 def patiently(call: Callable[[], T]) -> T:

@@ -162,10 +162,8 @@ class OwnedFile:
 
 def set_aside(database: Path, now: int) -> Path:
     """Rename the file with its WAL to `<name>.damaged-<now>` (ms); the name is new, so nothing is ever overwritten."""
-    damaged = database.with_name(f"{database.name}.damaged-{now}")
-    while damaged.exists():
+    while (damaged := database.with_name(f"{database.name}.damaged-{now}")).exists():
         now += 1
-        damaged = database.with_name(f"{database.name}.damaged-{now}")
     move(database, damaged)
     return damaged
 
