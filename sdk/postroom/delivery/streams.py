@@ -84,11 +84,10 @@ def default_streams(
 
 def dead_letter_stream(context: str, defaults: StreamDefaults = AS_IT_IS) -> StreamSettings:
     """Declare the stream of a context's dead letters; they are few, so its duplicate window is a day."""
-    usual = {"max_age_seconds": 30 * DAY, "duplicate_window_seconds": DAY}
     return StreamSettings(
         name=stream_name(context, "dlq"),
         subjects=[f"{context}.dlq.>"],
-        **{**usual, **_given(defaults, defaults.dead_letters), "duplicate_window_seconds": DAY},
+        **{"max_age_seconds": 30 * DAY, **_given(defaults, defaults.dead_letters), "duplicate_window_seconds": DAY},
     )
 
 

@@ -107,7 +107,9 @@ def mailroom() -> Iterator[Mailroom]:
             if not any(line.startswith(_UP) for line in up.stdout):
                 said.seek(0)
                 pytest.fail(f"`postroom up` ended: {said.read().decode(errors='replace').strip()}", pytrace=False)
-            yield Mailroom(program, _environment(state / "env"))
+            lines = (state / "env").read_text("utf-8").splitlines()
+            words = (shlex.split(line)[0].partition("=") for line in lines if line)
+            yield Mailroom(program, {name: value for name, _, value in words})
         finally:
             up.communicate(timeout=_STOP_SECONDS)  # closes its input
             shutil.rmtree(state)
@@ -116,8 +118,3 @@ def mailroom() -> Iterator[Mailroom]:
 def _outside() -> dict[str, str]:
     """Return the environment without what leads to another installation."""
     return {name: value for name, value in os.environ.items() if not name.startswith("POSTROOM_")}
-
-
-def _environment(file: Path) -> dict[str, str]:
-    words = (shlex.split(line)[0].partition("=") for line in file.read_text("utf-8").splitlines() if line)
-    return {name: value for name, _, value in words}

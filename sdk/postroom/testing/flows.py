@@ -137,7 +137,11 @@ class FlowCase:
                 job = _Job(self._flow, pool, url, self._mesh, self._answers)
                 await job.run(encode(request, "the request of the job"), crash)
                 (ended,) = await pool.fetch(QUERIES["find_job"], job.id)
-                left = await _look(pool, effects)
+                if isinstance(effects, str):
+                    left = [tuple(row) for row in await pool.fetch(effects)] if effects else []
+                else:
+                    async with pool.acquire() as connection:
+                        left = await effects(connection)
         return FlowRun(ended["state"], ended["error"], job.result, left, job.commits)
 
     @asynccontextmanager
@@ -259,13 +263,6 @@ class _Job:
     def _delivery(self, subject: str, data: bytes, headers: Mapping[str, str]) -> Delivery:
         self._sequence += 1
         return Delivery(subject, data, headers, headers[MESSAGE_ID], "TEST", self._sequence, 1, datetime.now(UTC))
-
-
-async def _look(pool: Pool, effects: Effects) -> Any:
-    if not isinstance(effects, str):
-        async with pool.acquire() as connection:
-            return await effects(connection)
-    return [tuple(row) for row in await pool.fetch(effects)] if effects else []
 
 
 class Crash(NamedTuple):
