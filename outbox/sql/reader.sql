@@ -142,7 +142,7 @@ SELECT min(max(enqueued_at, coalesce(not_before, 0))) FROM (
     SELECT * FROM (SELECT enqueued_at, not_before FROM outbox INDEXED BY outbox_waiting WHERE lane = 3
                    ORDER BY next_attempt_at LIMIT 100) UNION ALL
     SELECT * FROM (SELECT enqueued_at, not_before FROM outbox
-                   WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted') LIMIT 100)
+                   WHERE status = 'inflight' AND status IN ('inflight', 'done', 'dead', 'aborted') LIMIT 100)
 ) WHERE coalesce(not_before, 0) <= :now;
 
 -- name: controls

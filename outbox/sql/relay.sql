@@ -82,7 +82,7 @@ ON CONFLICT (seq) DO UPDATE SET posts = CASE
 -- name: interrupted
 -- What a crash left inflight, as `note_failed_posts` takes it.
 SELECT json_group_array(json_array(id, 'interrupted')) FROM outbox
-WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
+WHERE status = 'inflight' AND status IN ('inflight', 'done', 'dead', 'aborted');
 
 -- name: to_report
 -- Have the broker hear of these rows, unless they wait.
@@ -128,7 +128,7 @@ WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 UPDATE outbox
 SET status = 'pending', attempts = attempts + 1, unanswered_at = :now,
     lane = due_lane
-WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
+WHERE status = 'inflight' AND status IN ('inflight', 'done', 'dead', 'aborted');
 
 -- name: expired
 -- Those of the next `scan` rows of a lane that were both enqueued and meant to go before `before`, as a JSON array of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.outboxes import START, WHY, Clock, accepted, opened, retry, send
 
-from outbox import Outbox, relay
+from outbox import Outbox, reader, relay
 from outbox.errors import outbox_full
 from outbox.outbox import CLAIM_AT_ONCE
 
@@ -254,3 +254,12 @@ async def test_a_claim_reads_ranges_of_indexes_and_never_the_whole_table(outbox:
             assert not [line for line in plan if line.startswith("SCAN outbox")], (name, plan)
             if name != "candidates_elsewhere":  # which sorts what it walked past, a bounded stretch
                 assert not [line for line in plan if "TEMP B-TREE" in line], (name, plan)
+
+
+async def test_what_is_inflight_is_found_without_a_look_at_all_rows(outbox: Outbox, database: Path) -> None:
+    await accepted(outbox, send())
+    queries = {**relay._QUERIES, **reader._QUERIES}
+    with opened(database) as db:
+        for name in ("due_since", "interrupted", "reclaim"):
+            plan = [line[3] for line in db.execute(f"EXPLAIN QUERY PLAN {queries[name]}", {"now": 0})]
+            assert [line for line in plan if "outbox_by_status (status=?)" in line], (name, plan)
