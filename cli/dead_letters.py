@@ -113,7 +113,7 @@ for _verb, _table in DEAD_LETTERS.verbs.items():
 
 @app.command()
 def log(*, reach: Reach, as_json: Json = False) -> None:
-    """Show what operators replayed and dropped, and why."""
+    """Show what operators replayed and dropped last, and why; `postroom log --noun 'dead letter'` shows all of it."""
     listing(
         reach.ask(lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
         _NOTE_COLUMNS,

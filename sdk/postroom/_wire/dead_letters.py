@@ -169,7 +169,7 @@ class LetterNote(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 
 
 class LetterLog(msgspec.Struct, kw_only=True):
-    """What operators did to the dead letters of a mesh, oldest first."""
+    """What operators did most recently to the dead letters of a mesh, the last 1,000, oldest first."""
 
     notes: list[LetterNote]
 

@@ -50,7 +50,7 @@ class FailingPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class DroppedLog(msgspec.Struct, kw_only=True):
-    """What operators dropped most recently, oldest first."""
+    """What operators dropped most recently, the last 1,000, oldest first."""
 
     dropped: list[Dropped]
 

@@ -56,7 +56,7 @@ from postroom.delivery.dead_letters import (
 from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
 from postroom.delivery.publication import Outgoing, Place, identifying
-from postroom.delivery.publication.postgres import begin_publish, keep_replays
+from postroom.delivery.publication.postgres import LIMIT, begin_publish, keep_replays
 from postroom.delivery.streams import all_streams, covers, filters_of
 from postroom.delivery.subjects import dead_letter_subject, is_literal, mesh_named_by, stream_name
 from postroom.errors import PostroomError
@@ -238,8 +238,8 @@ class LetterOperations:
         return sorted(causes.values(), key=lambda cause: -cause.letters), more is not None
 
     async def notes(self) -> list[LetterNote]:
-        """Return what operators did, oldest first."""
-        rows = await self._connection.fetch(QUERIES["list_settled"], self._context)
+        """Return what operators did last, oldest first."""
+        rows = await self._connection.fetch(QUERIES["list_settled"], self._context, LIMIT)
         notes = []
         for row in rows:
             letter = _letter(row)

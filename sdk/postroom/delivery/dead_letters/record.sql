@@ -79,6 +79,7 @@ WHERE context = $1 AND settled_at IS NOT NULL
 ORDER BY settled_at, id;
 
 -- name: list_settled
--- What operators did with letters of the context $1, oldest first.
-SELECT letter, act, settled_at, settled_by, why FROM postroom.dead_letters
-WHERE context = $1 AND settled_at IS NOT NULL ORDER BY settled_at, id;
+-- What operators did with letters of the context $1, the latest $2, oldest first.
+SELECT letter, act, settled_at, settled_by, why FROM (
+  SELECT * FROM postroom.dead_letters WHERE context = $1 AND settled_at IS NOT NULL ORDER BY settled_at DESC, id DESC LIMIT $2
+) AS latest ORDER BY settled_at, id;

@@ -389,6 +389,7 @@ RETURN regexp_replace(letter_id, '^dead:[^:]*:', '');
 CREATE INDEX dead_letters_message ON postroom.dead_letters (context, postroom.message_of_letter(letter_id));
 CREATE INDEX dead_letters_unpublished ON postroom.dead_letters (id) WHERE published_at IS NULL AND settled_at IS NULL;
 CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) WHERE settled_at IS NULL;
+CREATE INDEX dead_letters_settled ON postroom.dead_letters (context, settled_at, id) WHERE settled_at IS NOT NULL;
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 

@@ -16,6 +16,7 @@ from support.zygote import Piped
 
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
+from postroom.delivery.dead_letters import operations as dead_letters
 from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
 from postroom.delivery.publication.postgres import LETTERS, REPLAYS, drop_failing, list_dropped, list_failing
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
@@ -101,6 +102,18 @@ async def test_an_operator_that_is_killed_loses_none_and_doubles_none(
     assert not any(isinstance(outcome, PostroomError) for outcome in outcomes)
     assert sorted(await office.ids()) == sorted(f"{id_}~billing.1" for id_ in dead)
     assert (await notes(office), await find(office)) == (sorted(dead), [])
+
+
+async def test_the_log_of_letters_has_the_last_that_were_settled(
+    office: Any, dead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "LIMIT", 2)
+    found = await find(office)
+    assert len(found) == len(dead)
+    for some in (found[:-2], found[-2:]):
+        await settle(office, some, "drop")
+    last = [stored.letter.message_id for stored in found[-2:] if stored.letter]
+    assert await notes(office) == sorted(map(str, last))
 
 
 async def test_replays_that_a_stream_lost_are_published_again_but_for_those_that_are_handled(
