@@ -169,19 +169,23 @@ class Sources(Handlers):
             return json_response(unpublished.SourcePage(sources=await postgres.list_backlogs(connection, mesh)))
 
     def change(self, verb: str) -> Handler:
-        """Make the handler of `POST /v1/sources/redrive`: one part per request, up to the time of the first request."""
+        """Make the handler of `POST /v1/sources/redrive`: one part per request, up to the time of the first request.
+
+        A cursor is that time, and the one after which the next part begins.
+        """
 
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, unpublished.SOURCES.change)
             refuse_mesh(asked)
             wanted = asked.filter
             try:
-                until = None if asked.cursor is None else datetime.fromisoformat(asked.cursor).astimezone(UTC)
+                times = [] if asked.cursor is None else asked.cursor.split()
+                until, after = [datetime.fromisoformat(time).astimezone(UTC) for time in times] or (None, None)
             except (OverflowError, ValueError):
                 raise invalid_cursor() from None
             async with self.reading(request) as connection, connection.transaction():
-                until = until or await now(connection)
-                found, more = await postgres.redrive(connection, wanted, until=until, dry_run=asked.dry_run)
+                until, dry_run = until or await now(connection), asked.dry_run
+                found, after = await postgres.redrive(connection, wanted, until=until, after=after, dry_run=dry_run)
                 if not asked.dry_run:
                     await keep_log(
                         connection,
@@ -192,7 +196,7 @@ class Sources(Handlers):
                         outcome=unpublished.redriven(found),
                         reason=asked.reason,
                     )
-            cursor = until.isoformat() if more else None
+            cursor = None if after is None else f"{until.isoformat()} {after.isoformat()}"
             return json_response(
                 Result[unpublished.Redriven](dry_run=asked.dry_run, done=found, failed=[], next_cursor=cursor)
             )

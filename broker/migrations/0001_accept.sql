@@ -222,6 +222,8 @@ CREATE TABLE mesh.delivery_queue (
   )
 );
 CREATE INDEX delivery_queue_order ON mesh.delivery_queue (recipient_id, history_id) WHERE published_at IS NULL;
+-- Rows lie about in the order of their publishing, as those of postroom.outbox_events do.
+CREATE INDEX delivery_queue_published ON mesh.delivery_queue USING brin (published_at) WITH (autosummarize = on);
 -- A number of a stream is one delivery's. Two workers that mark two with the same at once would not see each other.
 CREATE UNIQUE INDEX delivery_queue_place ON mesh.delivery_queue (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;

@@ -8,6 +8,7 @@ offers for its own database, without a server.
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Final
 
 from postroom import delivery
@@ -147,10 +148,12 @@ class Application:
         """Have wanted messages that were published by now published again, in steps."""
         until = await now(self._connection)
         done: list[Redriven] = []
-        more = True
-        while more:
+        after: datetime | None = wanted.earliest(until)
+        while after is not None:
             async with self._connection.transaction():
-                found, more = await redrive(self._connection, wanted, until=until, dry_run=dry_run, tables=_TABLES)
+                found, after = await redrive(
+                    self._connection, wanted, until=until, after=after, dry_run=dry_run, tables=_TABLES
+                )
                 done += found
                 if not dry_run:
                     await self._keep_log("redrive", SOURCES.name, wanted.key(until), redriven(found), reason)

@@ -360,20 +360,23 @@ async def redrive(
     wanted: PublishedFilter,
     *,
     until: datetime,
+    after: datetime | None = None,
     dry_run: bool = False,
     tables: Sequence[Table] = TABLES,
-) -> tuple[list[Redriven], bool]:
-    """Have wanted rows that were published before `until` published again, in the caller's transaction.
+) -> tuple[list[Redriven], datetime | None]:
+    """Have wanted rows that were published before `until` published again, in the caller's transaction, or count them.
 
-    Returns how many of each table, at most some thousand, and whether there are more; a dry run counts them all.
+    Of each table some thousand are examined, those that were published first `after` a time; returns how many of each
+    it was, and the time after which the next call goes on, if there are more.
     """
-    found, more = [], False
+    after = after or wanted.earliest(until)
+    stretch = after, until, wanted.stream, _STEP
+    ends = [await connection.fetchval(table.queries["find_stretch"], *stretch) for table in tables]
+    end = min((one for one in ends if one is not None), default=until)
+    found = []
     for table in tables:
-        bounds = wanted.earliest(until), until, wanted.stream, wanted.confirmed, None if dry_run else _STEP
-        keys = [row[0] for row in await connection.fetch(table.queries["find_since"], *bounds)]
-        count = len(keys)
-        if not dry_run:
-            more |= count == _STEP
-            count = await count_changed(connection, table.queries["requeue"], keys)
+        rows = await connection.fetch(table.queries["find_since"], after, end, wanted.stream, wanted.confirmed)
+        keys = [row[0] for row in rows]
+        count = len(keys) if dry_run else await count_changed(connection, table.queries["requeue"], keys)
         found.append(Redriven(table.name, count))
-    return found, more
+    return found, end if end < until else None

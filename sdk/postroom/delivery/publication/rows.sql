@@ -129,12 +129,18 @@ WHERE stream = $1 AND stream_created_at = $2
   AND published_at > $5 AND NOT :settled
 LIMIT $6;
 
+-- name: find_stretch
+-- When the last of the first $4 rows was published of those between $1 and $2 into the stream $3 (null: any), settled ones
+-- too; no row where there are fewer.
+SELECT published_at FROM :table AS item
+WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3) AND NOT :ended
+ORDER BY published_at OFFSET $4 - 1 LIMIT 1;
+
 -- name: find_since
--- Rows published between $1 and $2 into the stream $3 (null: any), settled ones too if $4; at most $5.
+-- Rows published between $1 and $2 into the stream $3 (null: any), settled ones too if $4.
 SELECT :key FROM :table AS item
 WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3)
-  AND NOT :ended AND ($4 OR NOT :settled)
-LIMIT $5;
+  AND NOT :ended AND ($4 OR NOT :settled);
 
 -- name: find_unsettled
 -- Those of the rows $1 that are published, and not settled.

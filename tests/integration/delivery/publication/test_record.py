@@ -14,6 +14,7 @@ from support.waiting import until, until_so
 from embedded import EmbeddedNats
 from postroom._wire.unpublished import PublishedFilter
 from postroom.chassis.clock import now
+from postroom.delivery.publication import postgres
 from postroom.delivery.publication.postgres import EVENTS, redrive
 from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import RecordSettings
@@ -217,6 +218,24 @@ async def test_redriving_by_hand_counts_first_and_then_publishes_again(office: A
     assert await office.unpublished() == 10
     await publish(office, running, 0)
     assert sum(identity.endswith("/1") for identity in await office.ids()) == 10
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_a_redrive_examines_so_many_messages_at_a_time_also_of_those_that_are_handled(
+    office: Any, running: Any, monkeypatch: pytest.MonkeyPatch, *, dry_run: bool
+) -> None:
+    await office.add_stream()
+    await publish(office, running, 25, aggregates=1)
+    await receive(office, (await office.ids())[:20], "now()")
+    monkeypatch.setattr(postgres, "_STEP", 10)
+    meant, until = PublishedFilter(since=datetime.now(UTC) - timedelta(hours=1)), await now(office.pool)
+    found, after = list[int](), meant.earliest(until)
+    async with office.pool.acquire() as connection:
+        while after is not None:
+            (one,), after = await redrive(connection, meant, until=until, after=after, dry_run=dry_run, tables=[EVENTS])
+            found.append(one.messages)
+    assert found == [0, 0, 5]
+    assert await office.unpublished() == (0 if dry_run else 5)
 
 
 async def test_of_two_who_redrive_at_once_each_counts_what_it_has_done(office: Any, running: Any) -> None:
