@@ -286,6 +286,8 @@ CREATE TABLE mesh.operator_log (
   outcome text NOT NULL,
   reason text  -- where the verb asks for one
 );
+CREATE INDEX operator_log_key ON mesh.operator_log USING hash (key);  -- a key may be longer than a tree takes
+CREATE INDEX operator_log_time ON mesh.operator_log USING brin (at) WITH (autosummarize = on);
 
 -- Rows of daemons that died or were retired, as their daemons reported them: their last word on a message that may never have
 -- come here (docs/contract/operate.md#operate-64).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +15,7 @@ from multidict import CIMultiDict
 
 from broker.app import routes
 from broker.authentication import Authentication, digest
+from broker.database import QUERIES
 from postroom import BrokerClient
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.sql import load_queries
@@ -37,6 +39,11 @@ ADMITTED = {
     "broker_repair": {"administrator", "repair all", "administer all"},
     "broker_administer": {"administrator", "administer all"},
 }
+MANY_LINES = """
+INSERT INTO mesh.operator_log (at, actor, verb, noun, key, outcome)
+SELECT now() - number * interval '1 second', 'ann', 'drop', 'dead letter', 'demo ' || number, 'dropped'
+FROM generate_series(20000, 1, -1) AS number
+"""
 CONTROL_PLANE = {"/health", "/ready", "/metrics", "/openapi.json"}
 
 
@@ -190,6 +197,21 @@ async def test_what_an_operator_does_is_logged_under_the_name_that_was_authentic
         ("ann", "create", "plant", "done"),
         ("administrator", "create", "ann", "may administer in every mesh"),
     ]
+
+
+@pytest.mark.parametrize(("key", "index"), [("demo 7", "operator_log_key"), (None, "operator_log_time")])
+async def test_a_few_lines_are_found_without_a_look_at_the_whole_log(
+    postgres: Any, key: str | None, index: str
+) -> None:
+    transaction = postgres.transaction()
+    await transaction.start()
+    await postgres.execute(MANY_LINES)
+    await postgres.execute("ANALYZE mesh.operator_log")
+    since = datetime.fromtimestamp(0, UTC) if key else datetime.now(UTC)
+    values = None, None, None, key, since, None, 101, None, None
+    plan = await postgres.fetch(f"EXPLAIN {QUERIES['list_operations']}", *values)
+    await transaction.rollback()
+    assert index in "".join(row[0] for row in plan)
 
 
 async def test_who_looks_in_one_mesh_sees_what_was_done_to_that_alone(broker: Any) -> None:
