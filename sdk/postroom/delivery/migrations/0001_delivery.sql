@@ -244,7 +244,7 @@ CREATE TABLE postroom.inbox_messages (
   CONSTRAINT a_message_is_in_one_state CHECK (num_nonnulls(processed_at, dead_at, owner) <= 1)
 ) WITH (fillfactor = 80);
 CREATE INDEX inbox_messages_caused ON postroom.inbox_messages (source_context, causation_id) WHERE causation_id IS NOT NULL;
-CREATE INDEX idx_inbox_unprocessed ON postroom.inbox_messages (received_at) WHERE processed_at IS NULL;
+CREATE INDEX idx_inbox_unprocessed ON postroom.inbox_messages (received_at) WHERE processed_at IS NULL AND dead_at IS NULL;
 -- Rows lie about in the order of their receipt: what has to go is found by a coarse index, which costs nothing.
 CREATE INDEX inbox_messages_received ON postroom.inbox_messages USING brin (received_at) WITH (autosummarize = on);
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import asyncpg
@@ -20,7 +21,14 @@ from postroom.delivery.consumer import Attempts
 from postroom.delivery.durables import list_durables
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
-from postroom.delivery.http.inbox_messages import Begun, InboxMessages, find_begun, get_inbox_backlog, open_inbox_pool
+from postroom.delivery.http.inbox_messages import (
+    QUERIES,
+    Begun,
+    InboxMessages,
+    find_begun,
+    get_inbox_backlog,
+    open_inbox_pool,
+)
 from postroom.delivery.http.requests import Incoming, read
 from postroom.delivery.message import Delivery
 from postroom.delivery.settings import HandlerSettings
@@ -28,6 +36,10 @@ from postroom.delivery.settings import HandlerSettings
 POISON = Dead("poison", "http_422: no", 1)
 BUSY = Later("http_503: busy", 1)
 RAN_OUT = "UPDATE postroom.inbox_messages SET leased_until = now() - interval '1 second' WHERE source_context = $1"
+MANY_DEAD = """
+INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, dead_at, dead_reason)
+SELECT 'mine', 'demo', 'dead-' || number, 'demo.event.t1.v1', now(), 'poison' FROM generate_series(1, 1000) AS number
+"""
 
 
 @pytest.fixture
@@ -280,3 +292,22 @@ async def test_a_claim_waits_for_no_disk_and_the_end_of_an_attempt_does(database
     seen = await pool.fetch("SELECT * FROM seen")
     await pool.close()
     assert [tuple(row) for row in seen] == [("INSERT", "off")] * 2 + [("UPDATE", "on")] * 2
+
+
+@pytest.mark.parametrize("query", ["begun", "backlog"])
+async def test_what_waits_is_found_without_a_look_at_what_is_dead(
+    pool: asyncpg.Pool[asyncpg.Record], query: str
+) -> None:
+    values = ([], timedelta(hours=1)) if query == "begun" else ("mine", ["."])
+    async with pool.acquire() as connection:
+        transaction = connection.transaction()
+        await transaction.start()
+        await connection.execute(MANY_DEAD)
+        await connection.execute("SET LOCAL enable_seqscan = off")
+        (plan,) = json.loads(await connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {QUERIES[query]}", *values))
+        await transaction.rollback()
+
+    def nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
+        return [node, *(each for child in node.get("Plans", []) for each in nodes(child))]
+
+    assert max(node.get("Rows Removed by Filter", 0) for node in nodes(plan["Plan"])) < 1000
