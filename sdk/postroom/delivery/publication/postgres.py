@@ -25,6 +25,7 @@ import msgspec
 
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.message import read_traceparent
+from postroom._wire.moment import EPOCH
 from postroom._wire.nouns import Failure
 from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom._wire.unpublished import (
@@ -247,11 +248,13 @@ class PostgresSource:
             return await self.requeue(connection, "find_taken_out", *bounds)
 
     async def requeue(self, connection: Connection, find: str, *bounds: Any) -> int:
-        """Requeue what a query finds, in steps: what is requeued, or published again since, is not found again."""
-        requeued = 0
-        while keys := [row[0] for row in await connection.fetch(self.table.queries[find], *bounds, _STEP)]:
-            await connection.execute(self.table.queries["requeue"], keys)
+        """Requeue what a query finds to be lost; it examines some thousand rows at a time, by their places."""
+        requeued, after = 0, (0, EPOCH)
+        while rows := await connection.fetch(self.table.queries[find], *bounds, _STEP, *after):
+            if keys := [row["key"] for row in rows if row["lost"]]:
+                await connection.execute(self.table.queries["requeue"], keys)
             requeued += len(keys)
+            after = rows[-1]["stream_sequence"], rows[-1]["stream_created_at"]
         return requeued
 
     async def newest_at(

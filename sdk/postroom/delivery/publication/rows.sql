@@ -89,25 +89,35 @@ WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
 
 -- name: find_behind_the_end
 -- Rows with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3 and
--- $4, or under a clock that was ahead, and not settled; at most $5.
-SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_sequence > $2
-  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
-LIMIT $5;
+-- $4, or under a clock that was ahead. The first $5 behind the place $6, $7, and of each whether it is lost: not settled.
+-- Most may be settled, and to see that costs more than to find them.
+SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
+FROM (
+  SELECT * FROM :table
+  WHERE stream = $1 AND stream_sequence > $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
+    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
+  ORDER BY stream_sequence, stream_created_at LIMIT $5
+) AS item ORDER BY stream_sequence, stream_created_at;
 
 -- name: find_before_the_beginning
 -- Rows with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
-SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_sequence < $2
-  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
-LIMIT $5;
+SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
+FROM (
+  SELECT * FROM :table
+  WHERE stream = $1 AND stream_sequence < $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
+    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
+  ORDER BY stream_sequence, stream_created_at LIMIT $5
+) AS item ORDER BY stream_sequence, stream_created_at;
 
 -- name: find_of_another_stream
 -- Rows that went into a deleted stream $1, one that was created at another time than $2. The rest as above.
-SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_created_at <> $2
-  AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() AND NOT :settled
-LIMIT $5;
+SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
+FROM (
+  SELECT * FROM :table
+  WHERE stream = $1 AND stream_created_at <> $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
+    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
+  ORDER BY stream_sequence, stream_created_at LIMIT $5
+) AS item ORDER BY stream_sequence, stream_created_at;
 
 -- name: newest_at
 -- The row with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
@@ -118,16 +128,21 @@ ORDER BY stream_sequence DESC LIMIT 1;
 
 -- name: find_taken_out
 -- Rows of the work queue $1, created at $2, that are no longer in it: with a number before $3, its first, or one of $4.
--- Published after $5, and not settled; at most $6. The first condition is the floor of all subjects, for the index.
-SELECT :key FROM :table AS item
-WHERE stream = $1 AND stream_created_at = $2
-  AND stream_sequence > coalesce((
-    SELECT floor FROM postroom.work_queue_floors AS known
-    WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
-  ), 0)
-  AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
-  AND published_at > $5 AND NOT :settled
-LIMIT $6;
+-- Published after $5; the first $6 behind the place $7, $8, as above. The first condition is the floor of all subjects, for
+-- the index.
+SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
+FROM (
+  SELECT * FROM :table
+  WHERE stream = $1 AND stream_created_at = $2
+    AND stream_sequence > coalesce((
+      SELECT floor FROM postroom.work_queue_floors AS known
+      WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
+    ), 0)
+    AND (stream_sequence, stream_created_at) > ($7::bigint, $8::timestamptz)
+    AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
+    AND published_at > $5
+  ORDER BY stream_sequence, stream_created_at LIMIT $6
+) AS item ORDER BY stream_sequence, stream_created_at;
 
 -- name: find_stretch
 -- When the last of the first $4 rows was published of those between $1 and $2 into the stream $3 (null: any), settled ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -187,6 +188,40 @@ async def test_what_age_took_out_of_a_stream_is_not_lost(office: Any, running: A
     await office.js.purge_stream(office.stream)
     await office.pool.execute("UPDATE postroom.outbox_events SET published_at = now() - interval '1 hour'")
     assert await office.compare(office.record()) == 0
+
+
+@pytest.mark.parametrize("search", ["find_behind_the_end", "find_before_the_beginning", "find_of_another_stream"])
+async def test_a_step_of_a_search_examines_so_many_messages_also_of_those_that_are_handled(
+    office: Any, running: Any, search: str
+) -> None:
+    await office.add_stream()
+    await publish(office, running, 25)
+    await receive(office, await office.ids(), "now()")
+    anywhere: dict[str, Any] = {"find_behind_the_end": 0, "find_before_the_beginning": 26}
+    moment = await now(office.pool)
+    bound = anywhere.get(search, moment)
+    values = office.stream, bound, moment - timedelta(hours=1), moment, 10, 0, moment
+    (plan,) = json.loads(
+        await office.pool.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {EVENTS.queries[search]}", *values)
+    )
+
+    def nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
+        return [node, *(each for child in node.get("Plans", []) for each in nodes(child))]
+
+    assert max(node.get("Rows Removed by Filter", 0) for node in nodes(plan["Plan"])) == 0
+    assert plan["Plan"]["Actual Rows"] == 10
+
+
+async def test_a_search_finds_what_is_lost_behind_more_that_is_handled_than_a_step_examines(
+    office: Any, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_STEP", 10)
+    await office.add_stream()
+    await publish(office, running, 35)
+    await receive(office, (await office.ids())[:23], "now()")
+    await office.js.delete_stream(office.stream)
+    await office.add_stream()
+    assert await office.compare(office.record()) == 12
 
 
 async def test_what_a_full_stream_pushed_out_is_not_lost(office: Any, running: Any) -> None:
