@@ -62,15 +62,6 @@ def cut_short(path: Path, damaged: Path) -> Fatal:
     )
 
 
-def file_gone(path: Path) -> Fatal:
-    """Refuse to start empty where only the log is left, which SQLite would delete."""
-    return Fatal(
-        Exit.CONFIG,
-        f"there is no {path}, or it is empty, but its log {path.name}-wal lies there: put the file back, or a backup "
-        "in its place with `postroom outbox restore`, or save the rows of the log with `postroom outbox recover`",
-    )
-
-
 def damaged(path: Path, fault: str) -> None:
     """Leave a damaged file to an operator: the ids in it must stay used."""
     raise Fatal(

@@ -138,9 +138,6 @@ class Outbox(reader.Reader):
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
             raise errors.cut_short(file.path, file.damaged)
-        if file.log_alone:
-            file.end(clean=False)
-            raise errors.file_gone(file.path)
         with contextlib.suppress(OSError):
             for kind in get_args(DraftKind):
                 remove(draft_of(file.path, kind))

@@ -176,7 +176,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         file.begin()
         now = clock()
         source = file.path
-        if file.log_alone and file.damaged is None:
+        if sqlite.log_alone(source) and file.damaged is None:
             create_private(source)  # where it is missing: the log has rows, and is set aside with it
         is_older = not source.exists() and not cut_short
         if not source.exists():  # the file that was set aside has the rows, and its log may still be here

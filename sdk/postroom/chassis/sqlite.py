@@ -101,12 +101,13 @@ def open_writer(
     """Open the connection that writes to a file, and bring the file to its schema; a new one gets mode 0600.
 
     Its log is always checked, and with `check` all of it. One that `was_opened` before and has no schema was emptied,
-    or its log was removed, which had all of it. A file that is refused stays as it is.
+    or its log was removed, which had all of it. A file that is refused stays as it is, and so does its log.
 
     Raises `Damaged`, `Fatal` (78) as `Schema` does, `sqlite3.Error`, and `OSError`, also for a link in its place.
     """
     for part in PARTS:
         refuse_link(Path(f"{path}{part}"))
+    refuse_log_alone(path)
     may_be_new = not was_opened or not path.exists()
     create_private(path)
     if damage := check_log(path, schema.own_page):
@@ -131,10 +132,23 @@ def open_writer(
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """Open a connection that only reads."""
+    """Open a connection that only reads; raises `Damaged` where only the log is there."""
+    refuse_log_alone(path)
     db = _connect(path, "ro")
     db.executescript(QUERIES["read_pragmas"])
     return db
+
+
+def log_alone(path: Path) -> bool:
+    """Return whether only the log of a file is there, or an empty file beside it."""
+    log = Path(f"{path}-wal")
+    return log.exists() and (not path.exists() or (log.stat().st_size > 0 and not path.stat().st_size))
+
+
+def refuse_log_alone(path: Path) -> None:
+    """Raise `Damaged` for a log without its file: SQLite would delete it, even where it only reads."""
+    if log_alone(path):
+        raise Damaged(f"it is gone or empty, but its log {path.name}-wal is there; put the file back if you have it")
 
 
 def open_copy(path: Path) -> sqlite3.Connection:

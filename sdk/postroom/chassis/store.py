@@ -118,12 +118,6 @@ class OwnedFile:
         times = [time for time in aside if time.isdigit()]  # the others are WALs
         return aside[max(times, key=int)] if times else None
 
-    @property
-    def log_alone(self) -> bool:
-        """Whether only the log is there, or an empty file beside it: SQLite would delete it."""
-        log = Path(f"{self.path}-wal")
-        return log.exists() and (not self.path.exists() or (log.stat().st_size > 0 and not self.path.stat().st_size))
-
     def clear(self, now: int) -> Path | None:
         """Set aside what there is of the file; returns where the file is then, None where there was none.
 
@@ -360,6 +354,7 @@ class Store:
         *,
         prepare: Work[object],
         damaged: Callable[[Path, str], None],
+        was_opened: bool = False,
         transactor: Transactor | None = None,
         queue: Queue | None = None,
         group: int = _GROUP,
@@ -367,13 +362,14 @@ class Store:
     ) -> Self:
         """Open, check and migrate the file, and call `prepare` in a transaction before everything else.
 
-        `damaged` is called with what is wrong with a file: it raises, or moves that away for a new one. An owned file
+        `damaged` is called with what is wrong with a file: it raises, or moves that away for a new one. `was_opened`
+        says of a shared file that it has been open before; an owned one knows that by itself. An owned file
         is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by hand, 69 for one that another
         program has locked, 75 or 74 where the disk is full or fails, or what `prepare` and `damaged` raise.
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path
-        unclean, was_opened = (False, False) if owned is None else (owned.unclean, owned.was_opened)
+        unclean, was_opened = (False, was_opened) if owned is None else (owned.unclean, owned.was_opened)
         connect = partial(sqlite.open_writer, path, schema, check=unclean, was_opened=was_opened)
         async with contextlib.AsyncExitStack() as undo:
             if owned is not None:

@@ -181,6 +181,33 @@ async def test_a_store_that_was_altered_is_found_by_verify_and_nothing_runs_on_i
     assert (await command_line.run("run", AGENT)).code == 78
 
 
+@pytest.mark.parametrize(
+    "left",
+    [{"-wal": None}, {"": b"", "-wal": None}, {"": None}, {"": b""}],
+    ids=["its log alone", "its log beside an empty file", "without its log", "empty and without its log"],
+)
+async def test_a_store_that_lost_its_content_is_not_taken_for_a_new_one_and_keeps_its_log(
+    command_line: CommandLine, left: dict[str, bytes | None]
+):
+    database, log = command_line.database, Path(f"{command_line.database}-wal")
+    await command_line.command("c-1")
+    async with command_line.running():
+        await command_line.settled()
+        copies = {part: Path(f"{database}{part}").read_bytes() for part in ("", "-wal")}  # as a kill leaves them
+    database.unlink()
+    for part, content in left.items():
+        Path(f"{database}{part}").write_bytes(copies[part] if content is None else content)
+    for verb, code in (("verify", 1 if database.exists() else 3), ("run", 78), ("run", 78)):
+        ended = await command_line.run(verb, AGENT)
+        assert (ended.code, f"{database}" in ended.said) == (code, True), ended.said
+    assert "restore a copy" in ended.said
+    assert ("-wal" in left, log.exists() and log.read_bytes() == copies["-wal"]) in ((True, True), (False, False))
+    database.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    async with command_line.running():  # as one that starts empty
+        pass
+
+
 async def test_what_an_agent_published_is_published_again_by_hand(command_line: CommandLine):
     context = command_line.context
     command_line.environment["POSTROOM_AGENT_AGENT_CHECK_SECONDS"] = "0.1"

@@ -324,7 +324,7 @@ async def test_the_log_of_an_outbox_that_is_gone_is_not_read_into_the_restored_o
 ) -> None:
     log = Path(f"{database}-wal").read_bytes()
     database.unlink()
-    with pytest.raises(Fatal, match=f"there is no {database}, or it is empty, but its log") as refused:
+    with pytest.raises(Fatal, match=f"{database} is damaged .it is gone or empty, but its log") as refused:
         await open_outbox()
     assert (refused.value.exit_code, Path(f"{database}-wal").read_bytes()) == (Exit.CONFIG, log)
     restore(state, killed, "the disk was lost")

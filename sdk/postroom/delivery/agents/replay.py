@@ -29,7 +29,7 @@ from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import located
 from postroom.chassis.ownership import is_there, this_user
-from postroom.chassis.sqlite import in_snapshot, open_reader
+from postroom.chassis.sqlite import Damaged, in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
 from postroom.delivery.agents.store import (
@@ -256,7 +256,7 @@ async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) 
             return await connection.run(lambda db: in_snapshot(db, lambda: owned(db)))
         finally:
             await connection.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, Damaged) as error:
         raise Fatal(Exit.FAILED, f"cannot read {database}: {error}") from error
 
 

@@ -164,8 +164,10 @@ class AgentRuntime:
             turns = Turns(directory)
             undo.callback(turns.close)
             async with turns.turn():
-                store = await Store.open(database(directory), owner)
+                store = await Store.open(database(directory), owner, was_opened=turns.was_opened)
                 undo.push_async_callback(store.close)
+                if not turns.was_opened:
+                    turns.end()
                 try:
                     memory = await store.run(lambda db: rebuild(agent, memory, read_events(db)))
                 except Differs as difference:

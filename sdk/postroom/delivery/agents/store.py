@@ -206,14 +206,15 @@ class Store:
         self._file = file
 
     @classmethod
-    async def open(cls, path: Path, owner: Owner) -> Self:
+    async def open(cls, path: Path, owner: Owner, *, was_opened: bool = False) -> Self:
         """Open, migrate and claim the file, in a turn.
 
-        Raises `Fatal`: 78 where it is damaged, newer than the program, or another agent's, 75 or 74 where the disk is
-        full or fails.
+        Raises `Fatal`: 78 where it is damaged, also one that `was_opened` before and was emptied, newer than the
+        program, or another agent's, 75 or 74 where the disk is full or fails.
         """
         claim = partial(_claim, path, owner)
-        return cls(await store.Store.open(path, SCHEMA, _ANSWERS, prepare=claim, damaged=_damaged))
+        opening = store.Store.open(path, SCHEMA, _ANSWERS, prepare=claim, damaged=_damaged, was_opened=was_opened)
+        return cls(await opening)
 
     async def close(self) -> None:
         """Close the file, in a turn."""
@@ -410,7 +411,7 @@ def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, .
 
 
 def _damaged(path: Path, fault: str) -> None:
-    raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move it elsewhere to start empty")
+    raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move its files elsewhere to start empty")
 
 
 def _failed(error: Exception) -> Fatal:

@@ -7,7 +7,8 @@ child that outlives its killed parent would keep the turn.
 
 A file next to the locks names the message that the holder of a turn runs (`begin`). A process that is killed had
 many messages in hand, but only the one that was running may have been the reason. The holder of the next turn finds it
-in the file and counts the attempt. The file is not synced: it has to survive the process, not a power cut.
+in the file and counts the attempt. The file is not synced: it has to survive the process, not a power cut. It also says
+that the store was opened, which has its schema since then.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ class Turns:
             finally:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
 
+    @property
+    def was_opened(self) -> bool:
+        """Whether the store has been open: something was noted then."""
+        return _END in self._read()
+
     def begin(self, begun: Begun) -> None:
         """Note that this attempt runs now, and no earlier one."""
         self._write(msgspec.json.encode(begun) + _END)
@@ -94,7 +100,7 @@ class Turns:
 
     def left_behind(self) -> Begun | None:
         """Return the attempt that a process ended during; None where a power cut damaged the file."""
-        noted = os.pread(self._underway, os.fstat(self._underway).st_size, 0).partition(_END)[0]
+        noted = self._read().partition(_END)[0]
         try:
             return _decode(noted) if noted else None
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -105,6 +111,9 @@ class Turns:
         _open.discard(self)
         for file in (self._next, self._turn, self._underway):
             os.close(file)
+
+    def _read(self) -> bytes:
+        return os.pread(self._underway, os.fstat(self._underway).st_size, 0)
 
     def _write(self, text: bytes) -> None:
         try:
