@@ -49,6 +49,39 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
+WAITING = """
+import asyncio, os, sys
+from functools import partial
+from pathlib import Path
+from postroom.chassis import logs
+from postroom.delivery.agents.store import NO_HASH, Changes, Event, Owner, Store, durably, next_hash
+
+async def main(directory):
+    store, ballast = await Store.open(directory / "events.db", Owner("counting", "shop", "main")), directory / "ballast"
+    disk = os.statvfs(directory)
+    ballast.write_bytes(b"x" * (disk.f_bavail * disk.f_bsize))
+    print(store.trouble)
+    record = b'{"envelope":{"idempotency_key":"k","payload":"%s"},"role":"handled"}' % (b"x" * 200_000)
+    event = Event(1, record, next_hash(NO_HASH, record))
+    writing = asyncio.create_task(durably(partial(store.append, Changes([event], {}, 0, [], []))))
+    while store.trouble is None and not writing.done():
+        await asyncio.sleep(0.01)
+    print(store.trouble)
+    ballast.unlink()
+    await writing
+    print(store.trouble)
+    await store.close()
+
+logs.configure("critical")
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_an_agent_says_that_it_waits_for_room_on_its_disk(tmp_path: Path) -> None:
+    full = "the disk of the event store is full: free some space"
+    assert await run_on_a_small_disk(tmp_path, WAITING, megabytes=2) == ["None", full, "None"]
+
+
 async def test_a_full_disk_keeps_the_log_from_the_file_and_ends_no_agent(tmp_path: Path) -> None:
     """What was committed is not written a second time: the store has no room for the same event twice."""
     assert await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=3) == ["was full", "whole True"]

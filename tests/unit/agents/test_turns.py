@@ -1,5 +1,6 @@
-"""The note of what an agent runs: it outlives the process, and what is no note is none."""
+"""The turns at a store, and the note of what an agent runs: it outlives the process, and what is no note is none."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +43,26 @@ def test_an_id_of_any_length_is_kept(turns: Turns):
 def test_what_a_power_cut_made_of_it_is_nothing(turns: Turns, tmp_path: Path, rest: bytes):
     (tmp_path / "events.underway").write_bytes(rest)
     assert turns.left_behind() is None
+
+
+async def test_a_process_that_waits_long_for_its_turn_says_so(tmp_path: Path):
+    now, waited = 0.0, asyncio.Event()
+    mine, of_another = Turns(tmp_path, clock=lambda: now), Turns(tmp_path)
+
+    async def wait() -> None:
+        waited.set()
+        async with mine.turn():
+            pass
+
+    async with of_another.turn():
+        waiting = asyncio.create_task(wait())
+        await waited.wait()
+        now = 89.0
+        assert mine.trouble is None
+        now = 90.0
+        assert mine.trouble is not None
+        assert "another process of the agent" in mine.trouble
+    await waiting
+    assert mine.trouble is None
+    mine.close()
+    of_another.close()

@@ -197,7 +197,7 @@ class AgentRuntime:
     @property
     def trouble(self) -> str | None:
         """Return what keeps it from handling messages now."""
-        return self._decider.trouble or self.publisher.trouble
+        return self._store.trouble or self._turns.trouble or self._decider.trouble or self.publisher.trouble
 
     @property
     def position(self) -> int:

@@ -216,6 +216,11 @@ class Store:
         opening = store.Store.open(path, SCHEMA, _ANSWERS, prepare=claim, damaged=_damaged, was_opened=was_opened)
         return cls(await opening)
 
+    @property
+    def trouble(self) -> str | None:
+        """Return why nothing can be written now."""
+        return "the disk of the event store is full: free some space" if self._file.disk_full else None
+
     async def close(self) -> None:
         """Close the file, in a turn."""
         await self._file.close()

@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,6 +30,7 @@ from postroom.chassis.ownership import open_private, private_directory
 from postroom.chassis.sqlite import exit_after
 
 _PAUSE: Final = 0.002  # seconds between two looks at a lock that another process holds
+_LONG: Final = 90.0  # seconds of a turn: more than `receive` has by default
 _BYTES: Final = 4096  # reserved, so that it can be written on a full disk
 _END: Final = b"\n"
 
@@ -58,8 +60,10 @@ _decode: Final = msgspec.json.Decoder(Begun).decode
 class Turns:
     """The turns at one store, and what their holder runs, which it reads and writes; `close` it at the end."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the directory (0700) if need be, and the files next to the store; raises `Fatal` if forbidden."""
+        self._clock = clock
+        self._waits_since: float | None = None
         self._mine = asyncio.Lock()  # serves the tasks of this process in the order they came
         try:
             private_directory(directory)
@@ -75,15 +79,26 @@ class Turns:
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn and hold it while the block runs."""
         async with self._mine:
-            await _take(self._next)
+            self._waits_since = self._clock()
             try:
-                await _take(self._turn)
+                await _take(self._next)
+                try:
+                    await _take(self._turn)
+                finally:
+                    fcntl.flock(self._next, fcntl.LOCK_UN)
             finally:
-                fcntl.flock(self._next, fcntl.LOCK_UN)
+                self._waits_since = None
             try:
                 yield
             finally:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    @property
+    def trouble(self) -> str | None:
+        """Return why no turn comes: another process stands still in its own, such as on a full disk."""
+        if self._waits_since is None or self._clock() - self._waits_since < _LONG:
+            return None
+        return f"another process of the agent has held the event store for {_LONG:g} s: look at its health, or stop it"
 
     @property
     def was_opened(self) -> bool:
