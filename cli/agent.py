@@ -138,8 +138,10 @@ def republish(
     as_json: Json = False,
 ) -> None:
     """Publish again what an agent published since a time; a running agent does it at once, others at their start."""
+    from postroom.chassis import logs  # noqa: PLC0415
     from postroom.delivery.agents.replay import republish as republish_since  # noqa: PLC0415
 
+    logs.configure()  # what the store logs belongs on standard error
     why = reason_or_ask(reason, dry_run=dry_run)
     _, database = stored.find()
     begin = Recent(**since).earliest(datetime.now(UTC))

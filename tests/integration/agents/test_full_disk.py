@@ -82,6 +82,35 @@ async def test_an_agent_says_that_it_waits_for_room_on_its_disk(tmp_path: Path) 
     assert await run_on_a_small_disk(tmp_path, WAITING, megabytes=2) == ["None", full, "None"]
 
 
+REPUBLISHING = """
+import asyncio, os, sys
+from datetime import UTC, datetime
+from pathlib import Path
+from postroom.chassis import logs
+from postroom.chassis.exits import Fatal
+from postroom.delivery.agents.replay import republish
+from postroom.delivery.agents.store import Owner, Store
+
+async def main(directory):
+    store = await Store.open(directory / "events.db", Owner("counting", "shop", "main"))
+    disk = os.statvfs(directory)
+    (directory / "events.underway").write_bytes(bytes(4096))  # as it is beside a store in use
+    (directory / "ballast").write_bytes(b"x" * (disk.f_bavail * disk.f_bsize - 4096))
+    try:
+        await republish(directory / "events.db", datetime.now(UTC), reason="an older copy")
+    except Fatal as fatal:
+        print(int(fatal.exit_code), str(fatal).replace(str(directory), ""))
+
+logs.configure("critical")
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_republish_on_a_full_disk_says_that_nothing_was_done(tmp_path: Path) -> None:
+    why = "nothing is published again, since /events.db cannot be written: database or disk is full; check its disk"
+    assert await run_on_a_small_disk(tmp_path, REPUBLISHING, megabytes=2) == [f"75 {why}"]
+
+
 async def test_a_full_disk_keeps_the_log_from_the_file_and_ends_no_agent(tmp_path: Path) -> None:
     """What was committed is not written a second time: the store has no room for the same event twice."""
     assert await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=3) == ["was full", "whole True"]

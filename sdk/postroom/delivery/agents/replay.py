@@ -29,7 +29,7 @@ from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import located
 from postroom.chassis.ownership import is_there, this_user
-from postroom.chassis.sqlite import Damaged, in_snapshot, open_reader
+from postroom.chassis.sqlite import Damaged, exit_after, in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
 from postroom.delivery.agents.store import (
@@ -264,7 +264,8 @@ async def republish(database: Path, since: datetime, *, reason: str, dry_run: bo
     """Have everything published again that was published from `since` on; return how many messages that are.
 
     The store's operator log keeps who did it, and why. The agent's process does the publishing: at its next comparison
-    with the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be used.
+    with the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be used, 75 or 74
+    where the disk is full or fails.
     """
     owner = await owner_of(database)
     moment = to_microseconds(since) // _PER_MILLISECOND
@@ -276,6 +277,9 @@ async def republish(database: Path, since: datetime, *, reason: str, dry_run: bo
                 if dry_run:
                     return len(await store.published_since(moment))
                 return await store.requeue_since(moment, now=now_ms(), actor=this_user(), reason=reason)
+            except sqlite3.Error as error:
+                detail = f"nothing is published again, since {database} cannot be written: {error}; check its disk"
+                raise Fatal(exit_after(error), detail) from error
             finally:
                 await store.close()
     finally:
