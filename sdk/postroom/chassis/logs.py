@@ -83,7 +83,7 @@ class LibraryHandler(logging.Handler):
         library = record.name.partition(".")[0]
         began, lines = self._periods.get(library, (record.created, 0))
         left_out = 0
-        if record.created - began > _PERIOD:
+        if not 0 <= record.created - began <= _PERIOD:  # also where the clock was set back
             left_out = max(0, lines - _LINES)
             began, lines = record.created, 0
         self._periods[library] = began, lines + 1

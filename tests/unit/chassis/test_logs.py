@@ -118,9 +118,10 @@ def test_a_library_that_repeats_itself_is_cut_off_and_leaves_room_for_others():
     assert [line["message"] for line in lines] == ["again"] * 20 + ["mine"]
 
 
-def test_a_library_that_was_cut_off_says_later_how_much_was_left_out():
+@pytest.mark.parametrize("later", [11.0, -3600.0], ids=["later", "after the clock was set back"])
+def test_a_library_that_was_cut_off_says_later_how_much_was_left_out(later: float):
     script = (
-        "import logging\nfor second in (0.0,) * 30 + (11.0,):\n"
+        f"import logging\nfor second in (0.0,) * 30 + ({later},):\n"
         "    record = logging.LogRecord('redis', logging.ERROR, '', 0, 'again', (), None)\n"
         "    record.created = second\n    logging.getLogger('redis').handle(record)"
     )
