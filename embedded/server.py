@@ -74,7 +74,7 @@ class EmbeddedServer(ABC):
             raise EmbeddedError(f"{self.name} has to be started from the main thread: it ends with the thread")
         try:
             with _writable_for_nobody_else():
-                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.directory.mkdir(mode=0o700, exist_ok=True)  # not where all of a stack was moved: it would be new
                 with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     process = self.process or self._launch()

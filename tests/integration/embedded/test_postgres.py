@@ -126,7 +126,8 @@ def test_root_starts_it_as_an_unprivileged_user(server: EmbeddedPostgres) -> Non
 @as_root
 def test_a_directory_that_the_unprivileged_user_cannot_reach_is_named(short_directory: Path) -> None:
     closed = short_directory / "closed"
-    closed.mkdir(mode=0o700)
+    (closed / "state").mkdir(parents=True)
+    closed.chmod(0o700)
     with pytest.raises(EmbeddedError, match=rf"may not enter {closed} on the way"):
         EmbeddedPostgres(closed / "state" / "postgres").start()
 

@@ -85,6 +85,23 @@ def test_starting_twice_starts_one_process_and_stopping_twice_is_harmless(server
     assert server.process is None
 
 
+def test_a_server_whose_place_was_moved_does_not_begin_anew_in_the_old_one(short_directory: Path) -> None:
+    state, moved = short_directory / "state", short_directory / "moved"
+    state.mkdir()
+    server = EmbeddedRedis(state / "server")
+    try:
+        server.start()
+        state.rename(moved)
+        running(server).end((signal.SIGKILL, SECONDS))
+        with pytest.raises(EmbeddedError, match="No such file or directory"):
+            server.start()
+        assert not state.exists()
+        moved.rename(state)
+        server.start()
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("suffix", ["lock", "pid.new", "log"])
 def test_what_it_writes_goes_through_no_link(short_directory: Path, suffix: str) -> None:
     server = EmbeddedRedis(short_directory / "server")
