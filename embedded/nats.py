@@ -61,7 +61,7 @@ class EmbeddedNats(EmbeddedServer):
     def _config(self) -> dict[str, Any]:
         try:
             config: dict[str, Any] = json.loads(self.config_file.read_text("utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # it is new, or was cut short: a start makes another password
             return {"port": _ANY_PORT, "authorization": {"user": _USER, "password": secrets.token_urlsafe(24)}}
         return config
 

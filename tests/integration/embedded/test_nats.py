@@ -30,6 +30,15 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(server: EmbeddedNats) -> No
     assert second.password == first.password
 
 
+@pytest.mark.parametrize("left", ["", '{"port": '])
+def test_a_config_that_was_cut_short_is_made_anew(server: EmbeddedNats, left: str) -> None:
+    first = urlsplit(server.start())
+    server.stop()
+    server.config_file.write_text(left)
+    second = urlsplit(server.start())
+    assert second.password not in (None, first.password)
+
+
 def test_the_password_is_for_this_user_alone(server: EmbeddedNats) -> None:
     server.start()
     assert server.config_file.stat().st_mode & 0o077 == 0
