@@ -270,7 +270,8 @@ def _refusal(error: Exception) -> PostroomError | None:
         return InvalidMessage.of(refused[1].lower(), refused[2])
     wrapped = getattr(error, "orig", None)  # SQLAlchemy's; Django's is the cause, and so is asyncpg's of SQLAlchemy's
     chain = error, error.__cause__, wrapped, getattr(wrapped, "__cause__", None)
-    state = next((code for one in chain if (code := getattr(one, "sqlstate", None)) is not None), "")
+    codes = (getattr(one, name, None) for one in chain for name in ("sqlstate", "pgcode"))  # the latter is psycopg2's
+    state = next((code for code in codes if code is not None), "")
     if state in _ABSENT:
         sentence = "this database has no outbox of events: run `postroom outbox install --database URL`"
         return PostroomError.of("outbox_absent", sentence)

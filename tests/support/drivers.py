@@ -15,6 +15,7 @@ import django
 import django.conf
 import django.db
 import psycopg
+import psycopg2
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -109,7 +110,7 @@ def _async_sqlalchemy(driver: str, *, session: bool, **options: Any) -> Callable
     return lend
 
 
-def _sqlalchemy(kind: str, **options: Any) -> Callable[[str], Any]:
+def _sqlalchemy(kind: str, driver: Any = psycopg, **options: Any) -> Callable[[str], Any]:
     @contextlib.contextmanager
     def lent(engine: sqlalchemy.Engine) -> Iterator[Any]:
         if kind == "connection":
@@ -128,7 +129,8 @@ def _sqlalchemy(kind: str, **options: Any) -> Callable[[str], Any]:
 
     @asynccontextmanager
     async def lend(url: str) -> AsyncIterator[Any]:
-        engine = sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(url), **options)
+        dialect = f"postgresql+{driver.__name__}://"
+        engine = sqlalchemy.create_engine(dialect, creator=lambda: driver.connect(url), **options)
         try:
             with lent(engine) as connection:
                 yield connection
@@ -176,6 +178,12 @@ WAYS = (
     *(
         Way(f"sqlalchemy-{kind}", _sqlalchemy(kind), _sqlalchemy(kind, **_AUTOCOMMIT), asynchronous=False)
         for kind in ("session", "connection", "scoped")
+    ),
+    Way(
+        "sqlalchemy-psycopg2",
+        _sqlalchemy("session", psycopg2),
+        _sqlalchemy("session", psycopg2, **_AUTOCOMMIT),
+        asynchronous=False,
     ),
     Way("django", _django, _django_bare, asynchronous=False),
 )
