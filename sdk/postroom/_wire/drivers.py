@@ -40,10 +40,8 @@ class Asyncpg:
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
         """Write the parameters as numbers."""
-        names = list(dict.fromkeys(_PARAMETER.findall(query)))
-        numbered = _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", query)
-        row = await self._connection.fetchrow(numbered, *(values[name] for name in names))
-        return tuple(row)
+        numbered, given = _in_numbers(query, values)
+        return tuple(await self._connection.fetchrow(numbered, *given))
 
 
 class Psycopg:
@@ -60,7 +58,9 @@ class Psycopg:
     async def row(self, query: str, values: Values) -> Sequence[Any]:
         """Take a cursor whose rows are tuples, whatever those of the connection are."""
         cursor = self._connection.cursor(row_factory=lambda _: tuple)
-        await _done(cursor.execute(_in_percent(query), values))
+        # the connection's own kind of cursor may be the one that takes numbers
+        raw = any(kind.__name__.endswith("RawCursor") for kind in type(cursor).__mro__)
+        await _done(cursor.execute(*(_in_numbers(query, values) if raw else (_in_percent(query), values))))
         row: Sequence[Any] = await _done(cursor.fetchone())
         await _done(cursor.close())
         return row
@@ -137,6 +137,12 @@ def driver_of(connection: Any) -> Driver:
 async def _done(answer: Any) -> Any:
     """Return what a call of either kind returns."""
     return await answer if inspect.isawaitable(answer) else answer
+
+
+def _in_numbers(query: str, values: Values) -> tuple[str, list[str | None]]:
+    names = list(dict.fromkeys(_PARAMETER.findall(query)))
+    numbered = _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", query)
+    return numbered, [values[name] for name in names]
 
 
 def _in_percent(query: str) -> str:

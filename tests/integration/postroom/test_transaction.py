@@ -159,10 +159,12 @@ async def test_codecs_and_row_factories_of_the_caller_change_nothing(shop: str) 
         await place(connection, 1)
         await connection.execute("DELETE FROM orders")
     await connection.close()
-    async with await psycopg.AsyncConnection.connect(shop, row_factory=psycopg.rows.dict_row) as other:
-        await place(other, 2)
+    for own in ({"row_factory": psycopg.rows.dict_row}, {"cursor_factory": psycopg.AsyncRawCursor}):
+        async with await psycopg.AsyncConnection.connect(shop, **own) as other:
+            await place(other, 2)
+            await other.execute("DELETE FROM orders")
     kinds = "SELECT array_agg(jsonb_typeof(payload)) FROM postroom.outbox_events"
-    assert await fetch(owner_of(shop), kinds) == ["object", "object"]
+    assert await fetch(owner_of(shop), kinds) == ["object"] * 3
 
 
 async def test_what_is_no_connection_is_refused_with_what_is(shop: str) -> None:
