@@ -89,7 +89,9 @@ class SqlAlchemy:
     async def _lent(self) -> Any:
         """Return the connection of a session, which is in its transaction."""
         is_session = hasattr(self._connection, "get_bind")
-        return await _done(self._connection.connection()) if is_session else self._connection
+        lent = await _done(self._connection.connection()) if is_session else self._connection
+        _check_postgres("SQLAlchemy", lent.dialect.name)
+        return lent
 
 
 class Django:
@@ -98,8 +100,7 @@ class Django:
     asynchronous = False
 
     def __init__(self, connection: Any) -> None:
-        if connection.vendor != "postgresql":
-            raise TypeError(f"this Django database is {connection.vendor}: the outbox is in Postgres")
+        _check_postgres("Django", connection.vendor)
         self._connection = connection
 
     async def in_transaction(self) -> bool:
@@ -137,6 +138,11 @@ def driver_of(connection: Any) -> Driver:
 async def _done(answer: Any) -> Any:
     """Return what a call of either kind returns."""
     return await answer if inspect.isawaitable(answer) else answer
+
+
+def _check_postgres(library: str, database: str) -> None:
+    if database != "postgresql":
+        raise TypeError(f"this {library} database is {database}: the outbox is in Postgres")
 
 
 def _in_numbers(query: str, values: Values) -> tuple[str, list[str | None]]:

@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import psycopg
 import pytest
+import sqlalchemy
 from support.applications import application_database, as_role, fetch, owner_of, role_of
 from support.drivers import WAYS, Way, execute
 from support.waiting import until_so
@@ -173,6 +174,13 @@ async def test_what_is_no_connection_is_refused_with_what_is(shop: str) -> None:
             TypeError, match=r"asyncpg\.pool\.Pool is not a connection of .*; of a pool, take one first"
         ):
             emit(pool, "demo", "a", {}, aggregate_type="a", aggregate_id=1)
+
+
+def test_a_database_that_is_not_a_postgres_is_refused_as_such() -> None:
+    engine = sqlalchemy.create_engine("sqlite://")
+    with engine.connect() as connection, pytest.raises(TypeError, match="is sqlite: the outbox is in Postgres"):
+        emit(connection, "demo", "a", {}, aggregate_type="a", aggregate_id=1)
+    engine.dispose()
 
 
 def test_no_driver_is_imported_that_the_program_does_not_have() -> None:
