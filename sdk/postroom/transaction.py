@@ -43,6 +43,7 @@ _REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): ([^
 _ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
+_NOT_KEPT: Final = re.compile("[\0\ud800-\udfff]")  # characters that no text of Postgres can have
 _REPLAY: Final = re.compile(r"~[A-Za-z0-9_-]+\.[0-9]+$")
 
 
@@ -239,6 +240,10 @@ class Handling:
 
 def _put(connection: Any, query: str, values: Values) -> Any:
     driver = driver_of(connection)
+    for name, value in values.items():
+        if isinstance(value, str) and _NOT_KEPT.search(value):
+            detail = f"{name} has a character that Postgres cannot keep: give text without NUL and lone surrogates"
+            raise InvalidMessage.of("invalid_event", detail, field=name)
 
     async def put() -> UUID:
         await _check_transaction(driver)

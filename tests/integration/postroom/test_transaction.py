@@ -176,6 +176,17 @@ async def test_what_is_no_connection_is_refused_with_what_is(shop: str) -> None:
             emit(pool, "demo", "a", {}, aggregate_type="a", aggregate_id=1)
 
 
+@pytest.mark.parametrize("wrong", [{"aggregate_id": "17\0"}, {"mesh": "\ud800"}], ids=["NUL", "surrogate"])
+async def test_a_character_that_postgres_cannot_keep_is_refused_whatever_the_driver(
+    shop: str, wrong: dict[str, Any]
+) -> None:
+    sentence = f"{next(iter(wrong))} has a character that Postgres cannot keep"
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        with pytest.raises(InvalidMessage, match=sentence) as refused:
+            await place(connection, 17, **wrong)
+    assert (refused.value.code, await counts(shop)) == ("invalid_event", (1, 0))
+
+
 def test_a_database_that_is_not_a_postgres_is_refused_as_such() -> None:
     engine = sqlalchemy.create_engine("sqlite://")
     with engine.connect() as connection, pytest.raises(TypeError, match="is sqlite: the outbox is in Postgres"):
