@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from datetime import datetime
 from typing import Any, Final, Protocol, Required, TypedDict, Unpack, overload
 from uuid import UUID, uuid4
@@ -76,7 +76,7 @@ class _OfCommand(_Options, total=False):
 @overload
 def emit(
     connection: AsyncConnection, mesh: str, event_type: str, payload: Any, **options: Unpack[_OfEvent]
-) -> Awaitable[UUID]: ...
+) -> Coroutine[Any, Any, UUID]: ...
 
 
 @overload
@@ -122,7 +122,7 @@ def emit(
 @overload
 def emit_command(
     connection: AsyncConnection, mesh: str, queue: str, payload: Any, **options: Unpack[_OfCommand]
-) -> Awaitable[UUID]: ...
+) -> Coroutine[Any, Any, UUID]: ...
 
 
 @overload

@@ -7,10 +7,10 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, get_overloads, get_type_hints
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -192,6 +192,13 @@ def test_a_database_that_is_not_a_postgres_is_refused_as_such() -> None:
     with engine.connect() as connection, pytest.raises(TypeError, match="is sqlite: the outbox is in Postgres"):
         emit(connection, "demo", "a", {}, aggregate_type="a", aggregate_id=1)
     engine.dispose()
+
+
+@pytest.mark.parametrize("put", [emit, emit_command])
+def test_a_type_checker_finds_an_event_that_is_not_awaited(put: Any) -> None:
+    asynchronous, blocking = get_overloads(put)
+    assert get_type_hints(asynchronous)["return"] == Coroutine[Any, Any, UUID]  # it passes over any other Awaitable
+    assert get_type_hints(blocking)["return"] is UUID
 
 
 def test_no_driver_is_imported_that_the_program_does_not_have() -> None:
