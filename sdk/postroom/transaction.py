@@ -32,6 +32,7 @@ from postroom._wire.arguments import to_json
 from postroom._wire.drivers import Driver, Values, driver_of
 from postroom._wire.sockets import run_to_end
 from postroom._wire.sql import load_queries
+from postroom._wire.words import CANNOT_STORE, NOT_STORABLE
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 from postroom.handler import HandlerRequest
 from postroom.once import Claim, Done, KeyHeld, Result, Run, Scope
@@ -43,7 +44,6 @@ _REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): ([^
 _ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
-_NOT_KEPT: Final = re.compile("[\0\ud800-\udfff]")  # characters that no text of Postgres can have
 _REPLAY: Final = re.compile(r"~[A-Za-z0-9_-]+\.[0-9]+$")
 
 
@@ -241,9 +241,8 @@ class Handling:
 def _put(connection: Any, query: str, values: Values) -> Any:
     driver = driver_of(connection)
     for name, value in values.items():
-        if isinstance(value, str) and _NOT_KEPT.search(value):
-            detail = f"{name} has a character that Postgres cannot keep: give text without NUL and lone surrogates"
-            raise InvalidMessage.of("invalid_event", detail, field=name)
+        if isinstance(value, str) and NOT_STORABLE.search(value):
+            raise InvalidMessage.of("invalid_event", f"{name} {CANNOT_STORE}", field=name)
 
     async def put() -> UUID:
         await _check_transaction(driver)

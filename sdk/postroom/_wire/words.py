@@ -15,6 +15,8 @@ from postroom._wire.names import in_words
 
 _MANY: Final = re.compile(r"(?<![aeiou])y$")  # the end of a word whose plural is `…ies`
 _AROUND: Final = 30  # characters that are quoted before and after
+NOT_STORABLE: Final = re.compile("[\0\ud800-\udfff]")
+CANNOT_STORE: Final = "contains a NUL or a lone surrogate, which no database can store"
 _HALF: Final = re.compile(  # an escape that is half of a surrogate pair, without the other
     rb"\\u[Dd][89ABab][0-9A-Fa-f]{2}(?!\\u[Dd][C-Fc-f])|(?<!\\u[Dd][89ABab]..)\\u[Dd][C-Fc-f][0-9A-Fa-f]{2}", re.DOTALL
 )

@@ -17,6 +17,7 @@ from typing import Final, Protocol, Self, TypeAlias
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries, why_failed
+from postroom._wire.words import CANNOT_STORE, NOT_STORABLE
 from postroom.claims import Claim as Run
 from postroom.claims import Claims, Done, Held, Key, Result, Row, Table
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
@@ -68,8 +69,8 @@ class Scope:
                 raise _invalid(name, f"must be text, not {type(value).__name__}")
             if len(value) > most:
                 raise _invalid(name, f"has {len(value)} characters, at most {most} are allowed")
-            if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-                raise _invalid(name, "contains a NUL or a lone surrogate, which no database can store")
+            if NOT_STORABLE.search(value):
+                raise _invalid(name, CANNOT_STORE)
         if self.group == "":
             raise _invalid("group", "must not be empty: omit it for the scope of the producer")
 

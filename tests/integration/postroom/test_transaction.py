@@ -177,10 +177,10 @@ async def test_what_is_no_connection_is_refused_with_what_is(shop: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"aggregate_id": "17\0"}, {"mesh": "\ud800"}], ids=["NUL", "surrogate"])
-async def test_a_character_that_postgres_cannot_keep_is_refused_whatever_the_driver(
+async def test_a_character_that_no_database_can_store_is_refused_whatever_the_driver(
     shop: str, wrong: dict[str, Any]
 ) -> None:
-    sentence = f"{next(iter(wrong))} has a character that Postgres cannot keep"
+    sentence = f"{next(iter(wrong))} contains a NUL or a lone surrogate, which no database can store"
     async with await psycopg.AsyncConnection.connect(shop) as connection:
         with pytest.raises(InvalidMessage, match=sentence) as refused:
             await place(connection, 17, **wrong)
