@@ -180,6 +180,10 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
     where another worker holds the key by a lease, leaving `PostroomError` (`transaction_ended`) where the transaction
     has ended within the block.
     """
+    given: Any = request
+    if not isinstance(given, HandlerRequest):
+        way = "msgspec.json.decode(body, type=HandlerRequest)"
+        raise TypeError(f"inbox takes a HandlerRequest, not {type(given).__name__}: use {way}")
     name = consumer or request.consumer
     if name is None:
         detail = "the request does not say which consumer made it: pass inbox(…, consumer='billing')"

@@ -387,6 +387,13 @@ async def test_a_request_of_no_consumer_needs_a_name(shop: str) -> None:
     assert refused.value.code == "no_consumer"
 
 
+async def test_what_is_no_request_is_refused_with_what_makes_one(shop: str) -> None:
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        body: Any = {"message_id": "m-1"}
+        with pytest.raises(TypeError, match=r"not dict: use msgspec\.json\.decode\(body, type=HandlerRequest\)"):
+            inbox(connection, body)
+
+
 async def test_a_message_outside_of_a_transaction_is_refused(shop: str, way: Way) -> None:
     async with way.bare(shop) as connection:
         with pytest.raises(PostroomError, match="the connection is not in one") as refused:
