@@ -81,6 +81,8 @@ def verify(
 
 
 def _digest(secret: bytes, body: bytes, at: int) -> str:
+    if any(isinstance(each, str) for each in (secret, body)):
+        raise TypeError("give the secret and the body as bytes: secret.encode(), and the body as it came")
     return hmac.new(secret, b"%d.%b" % (at, body), hashlib.sha256).hexdigest()
 
 

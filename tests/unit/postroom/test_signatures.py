@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,14 @@ def test_secrets_can_be_changed_on_either_side_first() -> None:
 def test_nothing_is_believed_under_an_empty_secret(secret: bytes | list[bytes]) -> None:
     with pytest.raises(ValueError, match="the secret is empty"):
         verify(secret, BODY, sign(b"", BODY, NOW), clock=lambda: NOW)
+
+
+@pytest.mark.parametrize(
+    ("secret", "body"), [(SECRET.decode(), BODY), ([SECRET.decode()], BODY), (SECRET, BODY.decode())]
+)
+def test_text_is_refused_with_what_to_give(secret: Any, body: Any) -> None:
+    with pytest.raises(TypeError, match="give the secret and the body as bytes"):
+        verify(secret, body, sign(SECRET, BODY, NOW), clock=lambda: NOW)
 
 
 def test_standard_webhooks_sign_the_id_the_time_and_the_body() -> None:
