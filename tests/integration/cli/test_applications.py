@@ -71,6 +71,7 @@ FORBIDDEN = (
     "SELECT * FROM postroom.outbox_events",
     "UPDATE postroom.outbox_events SET published_at = now()",
     "DELETE FROM postroom.outbox_events",
+    "INSERT INTO postroom.outbox_events (id, published_at) VALUES (gen_random_uuid(), now())",
     "SELECT postroom.emit_again(gen_random_uuid())",
     "INSERT INTO postroom.known_meshes VALUES ('shop')",
     "SELECT * FROM postroom.dropped_events",

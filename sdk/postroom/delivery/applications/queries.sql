@@ -14,7 +14,9 @@ SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = to_regnamespace('postro
 -- name: write_grants
 -- The statements that let the role $1 emit, and keep the keys of its handlers: all that an application may do.
 SELECT format(
-  'GRANT USAGE ON SCHEMA postroom TO %1$I; GRANT INSERT ON postroom.outbox_events TO %1$I; '
+  'GRANT USAGE ON SCHEMA postroom TO %1$I; '
+  'GRANT INSERT (id, aggregate_type, aggregate_id, event_type, event_version, payload, occurred_at, correlation_id, '
+  'causation_id, subject, traceparent) ON postroom.outbox_events TO %1$I; '
   'GRANT EXECUTE ON FUNCTION postroom.begin_handling(text, text, text, text), '
   'postroom.end_handling(text, text, text, text, text, bytea) TO %1$I', $1::text
 );
