@@ -52,6 +52,8 @@ _SERVER_SETTINGS: Final = {
     "lock_timeout": "10s",
     "timezone": "UTC",
     "default_transaction_isolation": "read committed",  # what correctness rests on, whatever the database's default is
+    # A plan without nested loops looks so dear to it that it would compile each accept, for seconds.
+    "jit": "off",
 }
 _TIMEOUTS: Final = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
 _PATIENTLY: Final = _SERVER_SETTINGS | dict.fromkeys(_TIMEOUTS, "0")  # a migration, a check, or a held snapshot

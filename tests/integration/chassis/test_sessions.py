@@ -27,3 +27,10 @@ async def test_a_migration_or_a_check_takes_its_time_whatever_the_database_says(
     async with connected(database_url) as connection:
         await connection.execute("SELECT pg_sleep(0.05)")
         assert await connection.fetchval("SHOW lock_timeout") == "0"
+
+
+async def test_postgres_compiles_no_statement_whatever_the_database_says(database_url: str) -> None:
+    await _let_the_database_set(database_url, "jit = on")
+    pool = await open_pool(database_url, name="any", connections=1)
+    assert await pool.fetchval("SHOW jit") == "off"
+    await pool.close()
