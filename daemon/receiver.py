@@ -34,7 +34,7 @@ from postroom.delivery.consumer import Consumer, Handler, Settle
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.message import Delivery
-from postroom.delivery.nats import connect
+from postroom.delivery.nats import NatsClient, connect, trouble_of
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import inbox_subject, stream_name
 from postroom.errors import Gone, PostroomError
@@ -104,8 +104,8 @@ class Receiver:
             return self._handler.trouble
         if self._member is None:
             return "the broker has not yet said which member the token belongs to"
-        if self._connection is None or not self._connection.is_connected:
-            return "NATS cannot be reached"
+        if self._connection is not None and (unreachable := trouble_of(self._connection)) is not None:
+            return unreachable
         return None if self._consumer is None else self._consumer.trouble
 
     async def run(self) -> None:
@@ -163,7 +163,8 @@ class Receiver:
     async def _pull(self, inbox: Inbox) -> None:
         member = self._member = await self._token_member()
         self._handler = InboxHandler(inbox, self._mesh, self.counters)
-        self._connection = await connect(self._nats, name=f"postroomd {self._mesh} {member}")
+        self._connection = NatsClient()
+        await connect(self._nats, name=f"postroomd {self._mesh} {member}", client=self._connection)
         try:
             js = self._connection.jetstream()
             self._consumer = FileConsumer(js, inbox, self._handler, mesh=self._mesh, member=member)

@@ -14,12 +14,11 @@ import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from postroom._wire.sql import why_failed
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import POSTGRES_ERRORS
 from postroom.chassis.runtime import end, within
 from postroom.delivery.consumer import Consumer, ConsumerCounters
-from postroom.delivery.errors import NATS_ERRORS
+from postroom.delivery.errors import NATS_ERRORS, why_passing
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import Conflict, PostroomError
@@ -107,7 +106,7 @@ class Consumers(ABC, Generic[Key, Kept]):
                     await self.look(connection.jetstream())
                     self._unseen = None
                 except _PASSING as error:
-                    self._unseen = why_failed(error)
+                    self._unseen = why_passing(error, "looking for what to consume")
                     _log.warning("consumers_not_checked", of=self._name, error=self._unseen)
                 await within(self._check_seconds, self._stop)
         finally:

@@ -9,6 +9,7 @@ from typing import Final
 
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
+from nats.protocol.parser import PERMISSIONS_ERR
 
 from postroom._wire.http import why_unreachable
 from postroom._wire.programs import AWAY_SECONDS
@@ -21,6 +22,7 @@ NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what 
 
 _STREAM_NOT_FOUND: Final = 10059
 _NO_STORAGE: Final = frozenset({10023, 10028, 10047})  # resources, memory and disk of the server used up
+_DISABLED: Final = frozenset({10039, 10076})  # JetStream, for the account or the server
 _UNREACHABLE: Final = (
     asyncio.TimeoutError,
     OSError,
@@ -49,8 +51,11 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
     """Map an error of nats-py, or a file that it cannot use, that ended `doing` ("creating the stream SEA_EVENTS")."""
     if isinstance(error, PostroomError):
         return error
-    if is_refusal(error):
-        return NotPermitted.of("nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
+    if is_refusal(error) or PERMISSIONS_ERR in str(error):
+        why = "NATS refused this user: check the url and credentials"
+        if not is_refusal(error):
+            why = f"NATS refuses it ({str(error).removeprefix('nats: ')}): give this user that permission"
+        return NotPermitted.of("nats_refused", f"{doing}: {why}")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
     if isinstance(error, (ssl.SSLError, Fatal)):
@@ -62,10 +67,7 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
             why = why_unreachable(error, "nats.ca_file")
         return Unavailable.of("nats_unavailable", f"{doing}: {why}", retryable=True)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
-        late = isinstance(error, asyncio.TimeoutError)
-        sentence = "" if late else why_unreachable(error, "nats.ca_file").removeprefix("nats: ")
-        detail = f"{doing}: JetStream does not answer {f'({sentence})' if sentence else 'in time'}"
-        return Unavailable.of("nats_unavailable", detail, retryable=True)
+        return Unavailable.of("nats_unavailable", f"{doing}: {_why_unanswered(error)}", retryable=True)
     return _from_jetstream(error, doing)
 
 
@@ -76,6 +78,21 @@ def mapped(doing: str, kinds: type[Exception] | tuple[type[Exception], ...] = NA
         yield
     except kinds as error:
         raise from_nats(error, doing) from error
+
+
+def why_passing(error: Exception, doing: str) -> str:
+    """Say in words why `doing` has to wait, for an error of NATS or Postgres, or a sentence already."""
+    return str(from_nats(error, doing)) if isinstance(error, nats.errors.Error) else why_failed(error)
+
+
+def _why_unanswered(error: Exception) -> str:
+    if getattr(error, "err_code", None) in _DISABLED:
+        return "JetStream is not enabled for this user: enable it in the config of NATS, or for the user's account"
+    if isinstance(error, TimeoutError):
+        return "JetStream does not answer in time"
+    said = why_unreachable(error, "nats.ca_file") if isinstance(error, OSError) else ""
+    said = said or getattr(error, "description", None) or str(error) or type(error).__name__
+    return f"JetStream does not answer ({said.removeprefix('nats: ')})"
 
 
 def _from_jetstream(error: Exception, doing: str) -> PostroomError:

@@ -17,6 +17,7 @@ import re
 import ssl
 import stat
 from base64 import b64encode
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from weakref import WeakSet
 
 import structlog
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.errors import Error, ProtocolError
 from nats.js import JetStreamContext
 from nats.protocol.parser import (
@@ -52,6 +54,8 @@ _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable serve
 MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
 _AROUND_BYTES: Final = 1024  # of what is put around a payload, and of headers that publishing adds
 USUAL_PAYLOAD: Final = 8 * 1024 * 1024 - MOST_HEADER_BYTES - _AROUND_BYTES  # with the `max_payload` of docs/install.md
+_DENIALS: Final = 16  # that are remembered: there may be one for each message
+_UNREACHABLE: Final = "NATS is unreachable"
 _CLOSE_SECONDS: Final = 3.0
 _PINGS: Final = 2  # unanswered ones after which the server counts as unreachable
 
@@ -67,17 +71,24 @@ _END: Final = b"\r\n"
 
 
 async def connect(
-    settings: NatsSettings, *, name: str, patience: float | None = None, reconnect: bool = True, logged: bool = True
+    settings: NatsSettings,
+    *,
+    name: str,
+    patience: float | None = None,
+    reconnect: bool = True,
+    logged: bool = True,
+    client: "NatsClient | None" = None,
 ) -> Client:
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
     Afterwards the connection comes back by itself until the caller closes it. Without `reconnect` each server is tried
     twice, and a connection that breaks stays closed: the server then has a beginning of what was sent.
-    Outages are logged unless `logged` is False: a person at a terminal reads the exception.
+    Outages are logged unless `logged` is False: a person at a terminal reads the exception. A caller that waits
+    endlessly passes a `client`, of which `trouble_of` says meanwhile why it is not connected.
     Raises `Fatal` (78) as `usable` does.
     """
     options = usable(settings)
-    client = NatsClient(logged=logged)
+    client = client or NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
     try:
         async with asyncio.timeout(patience):
@@ -101,7 +112,7 @@ async def connect(
         raise
     except Exception as error:
         await client.close()
-        raise from_nats(events.last or error, "connecting to NATS") from error
+        raise from_nats(client.failure or error, "connecting to NATS") from error
     return client
 
 
@@ -140,29 +151,29 @@ def end_if_cancelled() -> None:
 
 
 class _Events:
-    def __init__(self, name: str, client: Client, *, logged: bool) -> None:
+    def __init__(self, name: str, client: "NatsClient", *, logged: bool) -> None:
         self._log = _log.bind(connection=name)
         self._logged = logged
         self._client = client
-        self.last: Exception | None = None
 
     async def failed(self, error: Exception) -> None:
-        if is_refusal(self.last) and isinstance(error, OSError):
+        if is_refusal(self._client.failure) and isinstance(error, OSError):
             return  # a server that refuses a user may also just hang up on the next try
         raised = not self._client.is_connected and not self._client.options["allow_reconnect"]  # to the caller
-        if self._logged and not raised and str(error) != str(self.last):  # an outage repeats one error at every try
+        repeated = str(error) == str(self._client.failure)  # an outage repeats one error at every try
+        if self._logged and not raised and not repeated:
             self._log.warning("nats_error", error=str(error) or type(error).__name__)
-        self.last = error
+        self._client.failure = error
 
     async def disconnected(self) -> None:
         if self._client.is_closed:
             return
-        self.last = None
+        self._client.failure = None
         if self._logged:
             self._log.warning("nats_disconnected")
 
     async def reconnected(self) -> None:
-        self.last = None
+        self._client.failure = None
         if self._logged:
             self._log.info("nats_reconnected")
 
@@ -212,6 +223,8 @@ class NatsClient(Client):
         super().__init__()
         self._ps = _Parser(self)
         self._logged = logged
+        self._denied = deque[str](maxlen=_DENIALS)  # what the server did not let this user do, in its words
+        self.failure: Exception | None = None  # what kept it from connecting last; None once it has
         _clients.add(self)
 
     async def close(self) -> None:
@@ -222,6 +235,20 @@ class NatsClient(Client):
         except TimeoutError:
             if (writer := getattr(self._transport, "_io_writer", None)) is not None:
                 writer.transport.abort()
+
+    async def request(self, subject: str, *arguments: Any, **options: Any) -> Msg:
+        """Ask; where no answer came since the server does not let this user ask, or hear answers, raise what it said.
+
+        It says so of a subject, not of a request, which nats-py lets run out of time.
+        """
+        try:
+            return await super().request(subject, *arguments, **options)
+        except TimeoutError as error:
+            inbox = bytes(self._resp_sub_prefix or b"").decode()
+            ends = f' publish to "{subject.lower()}"', f' subscription to "{inbox.lower()}*"'
+            if denied := next((said for said in self._denied if said.endswith(ends)), None):
+                raise Error(f"nats: {denied}") from error
+            raise
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:  # noqa: FBT001, FBT002
         """Use TLS where the URL or a setting asks for it: nats-py would give its password to a server without."""
@@ -235,6 +262,7 @@ class NatsClient(Client):
 
         Any other error, as for credentials that cannot be read, would end its only task that connects again.
         """
+        self._denied.clear()
         try:
             await super()._process_connect_init()
         except Exception as error:
@@ -244,8 +272,16 @@ class NatsClient(Client):
                 raise
             raise Error(str(error)) from error
 
+    def _connect_command(self) -> bytes:
+        """Let the end of a TLS connection close it: nats-py's protocol keeps it open, of which asyncio warns."""
+        if (writer := getattr(self._transport, "_io_writer", None)) is not None:
+            writer.transport.get_protocol()._over_ssl = True  # noqa: SLF001
+        return super()._connect_command()
+
     async def _process_err(self, err_msg: str) -> None:
         """Connect again where the server ends the connection, such as for a new password: nats-py would close it."""
+        if PERMISSIONS_ERR in err_msg:
+            self._denied.append(err_msg.strip("'"))
         if not self.is_connected or PERMISSIONS_ERR in err_msg or STALE_CONNECTION in err_msg:
             await super()._process_err(err_msg)
             return
@@ -318,6 +354,14 @@ class _Parser(Parser):
         self.header_needed, self.state = 0, AWAITING_CONTROL_LINE
         message = self.msg_arg
         await self.nc._process_msg(message["sid"], message["subject"], message["reply"], body, headers)  # noqa: SLF001
+
+
+def trouble_of(client: Client) -> str | None:
+    """Return why a client is not connected, as a sentence; None where it is."""
+    if client.is_connected:
+        return None
+    failure = client.failure if isinstance(client, NatsClient) else None
+    return _UNREACHABLE if failure is None else str(from_nats(failure, _UNREACHABLE))
 
 
 def connection_of(js: JetStreamContext) -> Client:

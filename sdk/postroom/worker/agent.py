@@ -19,7 +19,7 @@ from postroom.delivery.agents.replay import answer_stories
 from postroom.delivery.agents.runtime import AgentRuntime, check_events, open_consumers
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
-from postroom.delivery.nats import connect
+from postroom.delivery.nats import connect, trouble_of
 from postroom.delivery.programs import latency_totals
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
@@ -61,9 +61,8 @@ class RunningAgent:
 
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""
-        nats = [] if self.nats.is_connected else ["NATS is unreachable"]
-        troubles = (self.runtime.trouble, *(consumer.trouble for consumer in self.consumers))
-        return [*nats, *(trouble for trouble in troubles if trouble is not None)]
+        troubles = (trouble_of(self.nats), self.runtime.trouble, *(consumer.trouble for consumer in self.consumers))
+        return [trouble for trouble in troubles if trouble is not None]
 
     def concerns(self) -> list[str]:
         """Return nothing: all that can be wrong keeps it from handling messages, and is a reason."""

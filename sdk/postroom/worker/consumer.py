@@ -17,7 +17,7 @@ from postroom.delivery.consumers import run_alone
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import PostingConsumer
 from postroom.delivery.http.inbox_messages import Backlog, get_inbox_backlog, open_inbox_pool
-from postroom.delivery.nats import connect
+from postroom.delivery.nats import connect, trouble_of
 from postroom.delivery.programs import latency_totals
 from postroom.delivery.streams import ensure_stream, subjects_of
 from postroom.errors import Conflict, PostroomError
@@ -58,10 +58,9 @@ class HttpConsumer:
 
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""
-        nats = [] if self.nats.is_connected else ["NATS is unreachable"]
         postgres = ["Postgres is unreachable"] if self.consumer.inbox.waiting_for_postgres else []
-        troubles = (self.consumer.handler.reach.error, self.consumer.trouble)
-        return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
+        troubles = (trouble_of(self.nats), self.consumer.handler.reach.error, self.consumer.trouble)
+        return [*postgres, *(trouble for trouble in troubles if trouble is not None)]
 
     async def backlog(self) -> Backlog | None:
         """Return the consumer's backlog; None where Postgres cannot be asked."""

@@ -232,6 +232,6 @@ async def test_a_daemon_whose_nats_is_away_starts_sends_and_stops(
     async with AsyncClient(daemon.socket, patience=5) as client:
         assert (await client.send("topic:orders", "hello")).status == "queued"
         assert (await client.inbox()).messages == []
-        assert any("NATS cannot be reached" in reason for reason in (await client.health()).reasons)
+        assert any("NATS is unreachable" in reason for reason in (await client.health()).reasons)
     assert daemon.process.stop() == 0
     assert ids_in(daemon.state) == []

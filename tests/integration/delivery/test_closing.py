@@ -26,10 +26,10 @@ from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.chassis.exits import Fatal
-from postroom.delivery.nats import connect
-from postroom.delivery.publication.link import Link
+from postroom.delivery.nats import NatsClient, connect, trouble_of
+from postroom.delivery.publication.link import Link, Streams
 from postroom.delivery.settings import NatsSettings
-from postroom.errors import NotPermitted, Unavailable
+from postroom.errors import NotPermitted, PostroomError, Unavailable
 
 MEBIBYTE = bytes(2**20)
 MORE_THAN_IS_BUFFERED = 64
@@ -57,7 +57,7 @@ async def test_a_server_that_takes_nothing_more_holds_up_no_close(short_director
 async def test_to_what_a_killed_program_had_forked_nothing_is_delivered(nats_url: str) -> None:
     script = """
 import asyncio, os, signal, sys
-from postroom.delivery.nats import connect
+from postroom.delivery.nats import NatsClient, connect, trouble_of
 from postroom.delivery.settings import NatsSettings
 
 async def main():
@@ -131,6 +131,21 @@ async def test_no_password_is_sent_without_tls_where_the_url_or_the_ca_file_asks
         safe.stop()
 
 
+async def test_a_connection_with_tls_ends_without_a_word_of_asyncio(
+    short_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = NatsWithTLS(short_directory / "nats")
+    server.start()
+    settings = NatsSettings(url=server.url, ca_file=CERTIFICATE, reconnect_seconds=0.05)
+    ended, refused = [await connect(settings, name="test", patience=20) for _ in range(2)]
+    await refused.publish("$SYS.any", b"")
+    await ended.close()
+    server.stop()
+    await until(lambda: not refused.is_connected)
+    await refused.close()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 class NatsForCertificates(EmbeddedNats):
     """One that answers only clients with a certificate of its authority."""
 
@@ -163,6 +178,60 @@ def server(short_directory: Path) -> Iterator[EmbeddedNats]:
     server.start()
     yield server
     server.stop()
+
+
+class NatsWithAccounts(EmbeddedNats):
+    """One whose users may each do less than this program asks for."""
+
+    def url_of(self, user: str) -> str:
+        return self.address.replace("//", f"//{user}:{user}@")
+
+    def _write(self, config: dict[str, Any]) -> None:
+        def user(name: str, **denied: str) -> dict[str, Any]:
+            return {"user": name, "password": name, "permissions": {act: {"deny": it} for act, it in denied.items()}}
+
+        users = [user("mute", publish="$JS.API.STREAM.>"), user("deaf", subscribe="_INBOX.>")]
+        accounts = {"full": {"jetstream": True, "users": users}, "bare": {"users": [user("bare")]}}
+        super()._write({**{name: config[name] for name in config if name != "authorization"}, "accounts": accounts})
+
+    def _config(self) -> dict[str, Any]:
+        return {"authorization": {"password": ""}, **super()._config()}
+
+
+@pytest.mark.parametrize(
+    ("user", "error", "why"),
+    [
+        ("mute", NotPermitted, r'publish to "\$js\.api\.stream\.list"\): give this user that permission$'),
+        ("deaf", NotPermitted, r'subscription to "_inbox\..*\.\*"\): give this user that permission$'),
+        ("bare", Unavailable, "JetStream is not enabled for this user: enable it in the config of NATS"),
+    ],
+)
+async def test_what_a_user_may_not_do_is_said_in_words(
+    short_directory: Path, user: str, error: type[PostroomError], why: str
+) -> None:
+    server = NatsWithAccounts(short_directory / "nats")
+    server.start()
+    client = await connect(NatsSettings(url=server.url_of(user)), name="test", patience=20)
+    try:
+        with pytest.raises(error, match=why):
+            await Streams().refresh(client.jetstream(timeout=1))
+        assert trouble_of(client) is None
+    finally:
+        await client.close()
+        server.stop()
+
+
+async def test_a_connection_that_is_waited_for_says_why_there_is_none(login: NatsSettings) -> None:
+    client = NatsClient()
+    assert login.credentials_file is not None
+    login.credentials_file.write_text("postroom:wrong")
+    connecting = asyncio.create_task(connect(login, name="test", client=client))
+    await until(
+        lambda: trouble_of(client) == "NATS is unreachable: NATS refused this user: check the url and credentials"
+    )
+    connecting.cancel()
+    with suppress(asyncio.CancelledError):
+        await connecting
 
 
 @pytest.fixture

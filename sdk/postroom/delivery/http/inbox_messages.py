@@ -32,7 +32,7 @@ from postroom.claims.leases import Leases, renewed
 from postroom.claims.postgres import PostgresClaims
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import ACK_TIMEOUT
-from postroom.delivery.errors import NATS_ERRORS
+from postroom.delivery.errors import NATS_ERRORS, why_passing
 from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 from postroom.delivery.nats import CLOCK_SKEW, end_if_cancelled
@@ -183,7 +183,8 @@ class InboxRetention:
             try:
                 await self.sweep()
             except (*POSTGRES_ERRORS, *NATS_ERRORS) as error:
-                _log.warning("inbox_sweep_failed", consumer=self._durable, error=type(error).__name__)
+                why = why_passing(error, f"looking at {self._stream}")
+                _log.warning("inbox_sweep_failed", consumer=self._durable, error=why)
             end_if_cancelled()
             await asyncio.sleep(self._settings.sweep_interval_seconds)
 
