@@ -197,14 +197,14 @@ async def _redis(url: str) -> str:
     return "it answers"
 
 
-async def _nats(url: str) -> str:
-    """Ask for JetStream, without which NATS is of no use here."""
+async def _nats(_: str) -> str:
+    """Ask for JetStream, without which NATS is of no use here; `POSTROOM_NATS_…` are the settings of `nats`."""
+    from postroom.chassis.config import load  # noqa: PLC0415
     from postroom.delivery.errors import mapped  # noqa: PLC0415
     from postroom.delivery.nats import connect  # noqa: PLC0415
     from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
-    file = os.environ.get("POSTROOM_NATS_CREDENTIALS_FILE")
-    settings = NatsSettings(url=url, credentials_file=Path(file) if file else None)
+    settings = load(NatsSettings, None, prefix="POSTROOM_NATS_")
     connection = await connect(settings, name="postroom doctor", patience=PATIENCE, logged=False)
     try:
         with mapped("asking for JetStream"):

@@ -118,6 +118,11 @@ def test_a_redis_that_answers_and_refuses_to_write_is_a_failure(short_directory:
     assert found["detail"].startswith("Redis cannot be used: command not allowed when used memory")
 
 
+def test_the_settings_of_nats_are_those_of_a_config(short_directory: Path, nats_url: str) -> None:
+    found = findings(short_directory, POSTROOM_NATS_URL=nats_url, POSTROOM_NATS_CA_FILE="/no/such.pem")["nats"]
+    assert found["detail"].startswith("nats.ca_file: cannot use /no/such.pem")
+
+
 def test_an_address_that_is_none_is_a_failure_and_no_traceback(short_directory: Path) -> None:
     text = "nonsense://hidden"
     named = {f"POSTROOM_{name}_URL": text for name in ("DATABASE", "REDIS", "NATS")}
