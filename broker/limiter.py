@@ -8,6 +8,7 @@ message is affected, since B0 comes first.
 """
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
@@ -21,6 +22,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from broker.config import LimiterConfig
 from broker.metrics import Metrics
+from postroom._wire.http import why_unreachable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import TryAgain
 
@@ -29,6 +31,7 @@ _log = structlog.get_logger(__name__)
 A = TypeVar("A")
 
 _PREFIX: Final = "postroom:limit:{%s}"
+_AUTHORITIES: Final = "redis_url (…?ssl_ca_certs=FILE)"
 _FAILURES: Final = (RedisError, OSError, TimeoutError)
 
 
@@ -151,7 +154,7 @@ class Limiter:
             case ResponseError():
                 trouble = f"Redis refuses a command ({self._failure})"
             case _:
-                trouble = "Redis does not answer"
+                trouble = why_unusable(self._failure) or "Redis does not answer"
         if self._config.on_error == "local":
             return f"{trouble}: each broker limits by itself, at the same rate"
         return f"{trouble}: messages wait until it does (limiter.on_error = closed)"
@@ -186,7 +189,7 @@ class Limiter:
             # what refuses a new connection is the cause of what redis-py raises
             failure = error.__cause__ if isinstance(error.__cause__, RedisError) else error
             if str(failure) != str(self._failure):  # an outage repeats one at every try
-                why = str(failure) or "no answer in time"
+                why = why_unusable(failure) or str(failure) or "no answer in time"
                 _log.warning("limiter_degraded", error=why, on_error=self._config.on_error)
             self._failure = failure
             self._breaker.failed()
@@ -200,10 +203,19 @@ class Limiter:
         return answer
 
 
+def why_unusable(failure: BaseException) -> str | None:
+    """Say in words why there is no safe connection to Redis; None where TLS is not why."""
+    cause: BaseException | None = failure  # redis-py raises in its place, and quotes OpenSSL
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return None if cause is None else f"Redis cannot be used: {why_unreachable(cause, _AUTHORITIES)}"
+
+
 def open_redis(url: str, config: LimiterConfig) -> Redis:
     """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used.
 
-    Raises `Fatal` (78) where it is not a Redis URL, or has an option that its connections do not take.
+    Raises `Fatal` (78) where it is not a Redis URL, has an option that its connections do not take, or names a file for
+    TLS that cannot be used.
     """
     seconds = config.timeout_ms / 1000
     retry = Retry(NoBackoff(), 0)
@@ -212,7 +224,13 @@ def open_redis(url: str, config: LimiterConfig) -> Redis:
             url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry, decode_responses=True
         )
         pool = redis.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # not connected: only this looks at the options
+        connection = pool.connection_class(**pool.connection_kwargs)  # not connected: only this looks at the options
+        if (tls := getattr(connection, "ssl_context", None)) is not None:
+            tls.get()
+    except OSError as error:  # or an ssl.SSLError
+        files = "ssl_ca_certs, ssl_certfile or ssl_keyfile"
+        why = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else "it is not what it should be"
+        raise Fatal(Exit.CONFIG, f"redis_url: a file of {files} cannot be used: {why}; check these files") from error
     except (ValueError, TypeError, RedisError) as error:
         sentence = "redis_url is not a Redis URL, or has an option that such a URL does not take"
         raise Fatal(Exit.CONFIG, f"{sentence}: write redis://host:port/0, rediss://… or unix://path") from error

@@ -182,7 +182,7 @@ async def _redis(url: str) -> str:
     from redis.exceptions import RedisError  # noqa: PLC0415
 
     from broker.config import LimiterConfig  # noqa: PLC0415
-    from broker.limiter import RedisWindow, open_redis  # noqa: PLC0415
+    from broker.limiter import RedisWindow, open_redis, why_unusable  # noqa: PLC0415
 
     config = LimiterConfig(timeout_ms=_REDIS_MILLISECONDS)
     redis = open_redis(url, config)
@@ -190,8 +190,8 @@ async def _redis(url: str) -> str:
         await RedisWindow(redis, config).probe()
     except (RedisError, OSError) as error:
         cause = error.__context__ if isinstance(error.__context__, OSError) else error  # redis-py quotes its numbers
-        sentence = f"Redis cannot be used: {why_failed(cause)}; check its URL, and that it takes writes"
-        raise Fatal(Exit.UNAVAILABLE, sentence) from error
+        other = f"Redis cannot be used: {why_failed(cause)}; check its URL, and that it takes writes"
+        raise Fatal(Exit.UNAVAILABLE, why_unusable(error) or other) from error
     finally:
         await redis.aclose()
     return "it answers"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import ssl
 from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import Redis
+from support.certificates import CERTIFICATE, KEY
 
 from broker.config import LimiterConfig
-from broker.limiter import LocalWindow, RedisWindow, open_redis
+from broker.limiter import Limiter, LocalWindow, RedisWindow, open_redis
+from broker.metrics import Metrics
+from postroom.chassis.exits import Exit, Fatal
 
 LIMITS = LimiterConfig(per_mesh=5, per_member=3, window_seconds=3600, timeout_ms=5000)
 
@@ -104,3 +110,23 @@ async def test_the_window_in_redis_begins_anew_with_redis_clock(redis: Redis) ->
         pass
 
     assert [key for key in await redis.keys() if not key.endswith(":alice")] != [before]
+
+
+async def test_a_redis_whose_certificate_is_not_trusted_is_said_to_be_that() -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE, KEY)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=tls)
+    stranger = open_redis(f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", LIMITS)
+    limiter = Limiter(RedisWindow(stranger, LIMITS), LIMITS, Metrics())
+    await limiter.probe()
+    why = r"Redis cannot be used: its certificate is not trusted \(.*\): name its authority in redis_url \(…\?ssl_ca"
+    assert re.match(why, limiter.degraded or "")
+    await stranger.aclose()
+    server.close()
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs=/no/such.pem", f"ssl_ca_certs={KEY}", f"ssl_certfile={KEY}"])
+def test_a_file_for_tls_that_cannot_be_used_ends_the_process(option: str) -> None:
+    with pytest.raises(Fatal, match=r"redis_url: a file of ssl_ca_certs, .* cannot be used") as ended:
+        open_redis(f"rediss://127.0.0.1:1/0?{option}", LIMITS)
+    assert ended.value.exit_code is Exit.CONFIG
