@@ -15,6 +15,7 @@ of a database means to a reader. `leave_read_only` is what our pools of connecti
 """
 
 import re
+import ssl
 from configparser import Error as ServiceFileError
 from importlib.resources import files
 from itertools import pairwise
@@ -96,18 +97,30 @@ def why_failed(error: BaseException) -> str:
     return str(error).partition("\n")[0] or "no answer in time"
 
 
-def missing_file(url: str) -> str | None:
-    """Say which file of a URL's TLS options cannot be read, None where all can."""
+def unusable_file(url: str) -> str | None:
+    """Say which file of a URL's TLS options cannot be used, None where all can."""
     try:
-        query = parse_qs(urlsplit(url).query)
+        query = {option: values[-1] for option, values in parse_qs(urlsplit(url).query).items()}
     except ValueError:
         return None
-    for option in _FILES:
-        for name in query.get(option, ()):
-            try:
-                Path(name).expanduser().open("rb").close()
-            except OSError as error:
-                return f"the TLS options of database_url cannot be used: {option}={name}: {error.strerror}"
+    tls, used = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ""
+    try:
+        for option in _FILES:
+            if (found := query.get(option)) is not None:
+                used = f"{option}={found}"
+                Path(found).expanduser().open("rb").close()
+        if "sslrootcert" in query:
+            used = f"sslrootcert={query['sslrootcert']}"
+            tls.load_verify_locations(Path(query["sslrootcert"]).expanduser())
+        if "sslcert" in query and "sslkey" in query:
+            used = f"sslcert={query['sslcert']} with sslkey={query['sslkey']}"
+            certificate, key = (Path(query[option]).expanduser() for option in ("sslcert", "sslkey"))
+            tls.load_cert_chain(certificate, key, lambda: query.get("sslpassword", ""))
+    except ssl.SSLError:
+        why = "give certificates as PEM, and with sslkey the key of sslcert, with sslpassword if it has a passphrase"
+        return f"the TLS options of database_url cannot be used: {used}: {why}"
+    except OSError as error:
+        return f"the TLS options of database_url cannot be used: {used}: {error.strerror}"
     return None
 
 

@@ -25,8 +25,8 @@ from postroom._wire.sql import (
     leave_read_only,
     load_queries,
     migrations,
-    missing_file,
     runs_on,
+    unusable_file,
     why_failed,
     why_refused,
 )
@@ -291,7 +291,7 @@ def fatal_errors() -> Iterator[None]:
 
 @contextmanager
 def _fatal_when_closed(url: str) -> Iterator[None]:
-    if (missing := missing_file(url)) is not None:
+    if (missing := unusable_file(url)) is not None:
         raise Fatal(Exit.CONFIG, missing)
     try:
         with fatal_errors():

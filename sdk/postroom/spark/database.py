@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from postroom._wire.retry import Patience, retrying
-from postroom._wire.sql import UNUSABLE, missing_file, why_refused
+from postroom._wire.sql import UNUSABLE, unusable_file, why_refused
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, Unavailable
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         import asyncpg  # noqa: PLC0415 - of the extra `postgres`
     except ImportError as error:
         raise PostroomError.of("extra_missing", "asyncpg is missing: pip install 'postroom[postgres,spark]'") from error
-    if (missing := missing_file(url)) is not None:
-        refuse("database_url", missing)
+    if (unusable := unusable_file(url)) is not None:
+        refuse("database_url", unusable)
     try:
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
     except (*UNUSABLE, asyncpg.ClientConfigurationError) as error:

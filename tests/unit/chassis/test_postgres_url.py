@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support.certificates import CERTIFICATE, KEY, LOCKED_KEY
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import connect
@@ -35,6 +36,9 @@ refusals = pytest.mark.parametrize(
         ("sslmode=verify-full", "root.crt"),
         ("sslmode=verify-full&sslrootcert=/no/such.pem", "sslrootcert=/no/such.pem: No such file"),
         ("sslmode=require&sslcert=/no/such.pem", "sslcert=/no/such.pem: No such file"),
+        (f"sslmode=verify-full&sslrootcert={KEY}", f"sslrootcert={KEY}: give certificates as PEM"),
+        (f"sslmode=require&sslcert={CERTIFICATE}&sslkey={LOCKED_KEY}", "sslpassword if it has a passphrase"),
+        (f"sslmode=require&sslcert={CERTIFICATE}&sslkey={CERTIFICATE}", f"with sslkey={CERTIFICATE}: give"),
         ("sslmode=sometimes", "verify-full"),
     ],
 )
