@@ -79,8 +79,16 @@ REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, 
 # What Postgres raises for a name that is in use: a migration makes each of its own only once.
 _TAKEN: Final = (asyncpg.DuplicateSchemaError, asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError)
 
+# What comes through a pooler that gives each transaction another connection, or that does not take our settings.
+_POOLED: Final = (
+    asyncpg.DuplicatePreparedStatementError,
+    asyncpg.InvalidSQLStatementNameError,
+    asyncpg.ProtocolViolationError,
+)
+
 # The exit code of an error; a server that starts or stops counts as one that cannot be reached.
 _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
+    (_POOLED, Exit.CONFIG),
     (UNREACHABLE, Exit.UNAVAILABLE),
     ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
     ((asyncpg.TooManyConnectionsError, asyncpg.ReadOnlySQLTransactionError), Exit.TRY_AGAIN),
@@ -95,6 +103,7 @@ _SENTENCES: Final[Mapping[Exit | type[Exception], str]] = {
     asyncpg.ReadOnlySQLTransactionError: (
         "the database takes no writes: name the primary in database_url, or all hosts and target_session_attrs=primary"
     ),
+    **dict.fromkeys(_POOLED, "a pooler such as PgBouncer is in front of the database: name Postgres in database_url"),
     **dict.fromkeys(_TAKEN, "the database has things of another program under our names: use one of Postroom's own"),
     Exit.UNAVAILABLE: "cannot open the database (database_url)",
     Exit.CONFIG: "the database refused the login: correct database_url, or create the role or the database",
@@ -276,8 +285,8 @@ def fatal_errors() -> Iterator[None]:
     """Turn errors of Postgres into `Fatal`, for programs that cannot go on without it.
 
     69 where it can't be reached, 75 where it is full or read-only, 78 where it knows no such role, password or
-    database, or has things of others under our names, 77 where the role may not do what the program does, 1 for
-    anything else.
+    database, has things of others under our names, or is behind a pooler of transactions, 77 where the role may not do
+    what the program does, 1 for anything else.
     """
     try:
         yield

@@ -143,6 +143,15 @@ async def test_a_database_without_writes_is_worth_another_try(database_url: str)
     assert refused.value.exit_code == Exit.TRY_AGAIN
 
 
+async def test_a_pooler_that_gives_each_transaction_another_connection_is_refused(database_url: str) -> None:
+    async with connected(database_url) as connection:
+        with pytest.raises(Fatal, match=r"a pooler such as PgBouncer .*: name Postgres") as refused, fatal_errors():
+            await connection.execute(
+                "PREPARE one AS SELECT 1; PREPARE one AS SELECT 1"
+            )  # as two programs through it do
+    assert refused.value.exit_code == Exit.CONFIG
+
+
 @pytest.mark.parametrize("theirs", ["SCHEMA mesh", "TABLE postroom.programs ()", "FUNCTION postroom.is_silent"])
 async def test_a_database_with_things_of_others_under_our_names_is_refused(database_url: str, theirs: str) -> None:
     async with connected(database_url) as connection:
