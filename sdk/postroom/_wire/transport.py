@@ -302,7 +302,8 @@ class Transport:
             site = Site.of(self._base)
         except ValueError as error:
             form = f"give the {self.peer.role}'s address as http[s]://host[:port], without user, query or fragment"
-            raise Unavailable.of("not_understood", f"{form}; it is in POSTROOM_BROKER_URL, or --url") from error
+            where = "commands take it from POSTROOM_BROKER_URL, or --url"
+            raise Unavailable.of("not_understood", f"{form}; {where}") from error
         return site.prefix, f" HTTP/1.1\r\nHost: {site.authority}\r\n{lines_of(self._headers.items())}"
 
     async def _whole(self, answer: Connection) -> bytes:
