@@ -103,20 +103,22 @@ class Jobs(Handlers):
                     found = await operations.find_jobs(connection, JobFilter(ids=ids), len(ids), mesh=mesh)
                     jobs = dict.fromkeys(ids) | {job.id: job for job in found}
 
-                async def effect(job: UUID) -> Job:
-                    if (one := jobs[job]) is None:
-                        raise operations.missing(job)
-                    if asked.dry_run:
-                        table.check(verb, f"the job {job}", one.state)
-                        if verb in operations.FORESEEN:
+            async def effect(job: UUID) -> Job:
+                if (one := jobs[job]) is None:
+                    raise operations.missing(job)
+                if asked.dry_run:
+                    table.check(verb, f"the job {job}", one.state)
+                    if verb in operations.FORESEEN:
+                        async with self.reading(request) as connection:
                             await operations.FORESEEN[verb](connection, job)
-                        return one
-                    async with connection.transaction():
-                        await operations.EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
-                        await keep_verb(connection, actor, JOBS, verb, [f"{one.mesh} {job}"], reason=asked.reason)
                     return one
+                # a connection each: between two jobs it is the turn of what else the caller asks
+                async with self.reading(request) as connection, connection.transaction():
+                    await operations.EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
+                    await keep_verb(connection, actor, JOBS, verb, [f"{one.mesh} {job}"], reason=asked.reason)
+                return one
 
-                done, failed = await each(jobs, effect, str)
+            done, failed = await each(jobs, effect, str)
             result = Result[Job](dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor)
             return json_response(result)
 

@@ -121,20 +121,20 @@ async def each(
 ) -> tuple[list[T], list[Failure]]:
     """Apply an effect to each thing in turn; return the results, and the failures with their reasons.
 
-    A Postgres that fails is the reason for the rest: a caller would repeat a 503, and be refused what was done by then.
+    What may be tried again, such as a Postgres that fails, is the reason for the rest: a caller would repeat a 503, and
+    be refused what was done by then.
     """
     done: list[T] = []
     failed: list[Failure] = []
     rest = iter(things)
-    try:
-        async with unavailable_as_503():
-            for thing in rest:
-                try:
-                    done.append(await effect(thing))
-                except PostroomError as error:
-                    failed.append(Failure(id=name(thing), problem=error.problem))
-    except TryAgain as error:
-        failed += [Failure(id=name(one), problem=error.problem) for one in (thing, *rest)]
+    for thing in rest:
+        try:
+            async with unavailable_as_503():
+                done.append(await effect(thing))
+        except TryAgain as error:
+            failed += [Failure(id=name(one), problem=error.problem) for one in (thing, *rest)]
+        except PostroomError as error:
+            failed.append(Failure(id=name(thing), problem=error.problem))
     return done, failed
 
 

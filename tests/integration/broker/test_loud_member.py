@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -128,6 +129,24 @@ async def test_reads_that_hang_take_the_connections_of_their_own_mesh_alone(
         for _ in range(5):
             assert (await zoe.get("/v1/features")).status == 200
     assert {answer.status for answer in await asyncio.gather(*hanging)} == {200}
+
+
+async def test_an_operator_who_changes_many_jobs_goes_on_reading(
+    broker: Any, postgres: Any, waiting_for_lock: Any
+) -> None:
+    jobs = [str(uuid4()) for _ in range(41)]
+    for job in jobs:
+        wanted = {"id": job, "mesh": "demo", "flow": "f", "first": "a", "request": 1}
+        assert (await broker.admin.post("/v1/jobs", wanted)).status == 201
+    async with postgres.transaction():
+        await postgres.execute("SELECT FROM ledger.job WHERE id = $1 FOR UPDATE", jobs[20])
+        changing = asyncio.create_task(broker.admin.post("/v1/jobs/cancel", {"reason": "all of them", "filter": {}}))
+        await waiting_for_lock(1)
+        reading = asyncio.create_task(broker.admin.get("/v1/topics", mesh="demo"))
+        await until(lambda: broker.services.database._shares._waiting, pause=0)
+    assert (await reading).status == 200
+    assert not changing.done()
+    assert len((await changing).body["done"]) == len(jobs)
 
 
 async def test_a_token_that_is_nobodys_is_looked_up_once_and_each_refusal_takes_its_turn(
