@@ -364,7 +364,14 @@ EXCEPTION WHEN internal_error THEN  -- between the two, a transaction committed 
   RETURN NULL;
 END $$;
 
--- A mesh counts from the incarnation's floor: before a restore there may have been another mesh of its name.
+-- Where the numbers of a deleted mesh ended.
+CREATE TABLE mesh.ended_history (
+  slug text COLLATE "C" PRIMARY KEY,
+  last_history_id bigint NOT NULL
+);
+
+-- A mesh counts from the incarnation's floor, since before a restore there may have been another mesh of its name, and goes
+-- on above a deleted one of its name, whose readers may stand there.
 CREATE FUNCTION mesh.begin_history() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -372,7 +379,9 @@ DECLARE
 BEGIN
   SELECT history_floor INTO floor FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1 FOR SHARE;
   EXECUTE format('CREATE SEQUENCE IF NOT EXISTS mesh.history_%s MINVALUE 0', NEW.id);
-  PERFORM setval('mesh.history_' || NEW.id, floor);
+  PERFORM setval('mesh.history_' || NEW.id, greatest(
+    floor, (SELECT last_history_id FROM mesh.ended_history WHERE slug = NEW.slug)
+  ));
   INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor) SELECT NEW.id, 0, floor WHERE floor > 0;
   RETURN NULL;
 END $$;
@@ -382,6 +391,8 @@ CREATE TRIGGER begin_history AFTER INSERT ON mesh.mesh FOR EACH ROW EXECUTE FUNC
 CREATE FUNCTION mesh.end_history() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+  INSERT INTO mesh.ended_history VALUES (OLD.slug, mesh.last_history_id(OLD.id))
+  ON CONFLICT (slug) DO UPDATE SET last_history_id = excluded.last_history_id;
   EXECUTE format('DROP SEQUENCE IF EXISTS mesh.history_%s', OLD.id);
   RETURN NULL;
 END $$;

@@ -172,6 +172,7 @@ async def migrated(config: BrokerConfig, postgres: asyncpg.Connection[asyncpg.Re
     emptied = ", ".join(
         (
             "mesh.mesh",
+            "mesh.ended_history",
             "postroom.dropped_events",
             "postroom.programs",
             "postroom.minute_counts",

@@ -75,6 +75,23 @@ async def test_an_id_is_forgotten_after_its_time_and_only_when_its_message_is_go
     assert (await alice.send_one(message("id-1", body="two"))).status == 201
 
 
+async def test_a_mesh_of_the_name_of_a_deleted_one_goes_on_above_its_numbers(
+    broker: Any, message: Message, postgres: Any, age: Age
+) -> None:
+    await broker.add_mesh("late")
+    before = await broker.member("alice", "late").send(*(message(f"id-{n}") for n in range(3)))
+    await age(client_message_dedupe=31, message_history=31)
+    assert await step(postgres, 100, LIFE) == (3, 3)
+    await postgres.execute("TRUNCATE postroom.outbox_events")  # they were published, and kept for a while
+    assert (await broker.admin.delete("/v1/meshes/late")).status == 204
+
+    await broker.add_mesh("late")
+    alice = broker.member("alice", "late")
+    new = [answer.history_id for answer in await alice.send(*(message(f"id-{n}") for n in range(5)))]
+    page = await alice.get("/v1/history", after=before[-1].history_id)
+    assert (page.status, [each["history_id"] for each in page.body["messages"]]) == (200, new)
+
+
 async def test_a_longer_life_of_ids_holds_for_those_accepted_before(
     broker: Any, message: Message, postgres: Any, age: Age
 ) -> None:
