@@ -11,7 +11,7 @@ from embedded.server import INSTALL_HINT, EmbeddedServer, file_of
 from postroom.chassis.ownership import replace_private
 
 _USER = "postroom"
-_FILE_BYTES = 1 << 40  # what streams may reserve: NATS's default follows the free disk, and /tmp may be in memory
+_FILE_BYTES = 1 << 50  # what streams may reserve: NATS's default follows the free disk, and /tmp may be in memory
 _ANY_PORT = -1
 _MAX_PAYLOAD = 8 * 1024 * 1024  # bytes: the largest body that a broker accepts, in JSON, with all of it escaped
 
