@@ -15,9 +15,10 @@ from contextlib import aclosing, asynccontextmanager
 from functools import cache
 from typing import Final, cast
 
-from postroom._wire.http import AnswerReader, Garbled, Head, Site, Unreachable, chunk
+from postroom._wire.http import NOT_TLS, AnswerReader, Garbled, Head, Site, Unreachable, chunk
 from postroom._wire.sockets import BACKLOG_PAUSE, IDLE_SECONDS, try_to_connect
 
+_PROBE_SECONDS: Final = 2.0  # that a handshake may take whose outcome only makes a better sentence
 _MAX_UNREAD: Final = 256 * 1024  # bytes of a streamed answer that nobody has taken; then reading pauses
 
 Dial = Callable[["Connection"], Awaitable[object]]
@@ -118,6 +119,20 @@ class Connection(asyncio.Protocol):
     def heard(self) -> bool:
         """Whether anything of the answer has come."""
         return self._answer is not None and self._answer.began
+
+    async def wants_tls(self) -> bool:
+        """Return whether the peer of a plain connection takes a handshake of TLS: then it has read no request."""
+        transport = cast(asyncio.Transport, self._transport)
+        address = transport.get_extra_info("peername")
+        if transport.get_extra_info("sslcontext") is not None or not isinstance(address, tuple):
+            return False
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                _, writer = await asyncio.open_connection(*address[:2], ssl=_any_tls())
+        except OSError:
+            return False
+        writer.transport.abort()
+        return True
 
     def abort(self) -> None:
         """Close it without waiting for anything."""
@@ -252,6 +267,8 @@ class Pool:
             try:
                 return await connection.exchange(request, deadline, limit, cut=cut)
             except ConnectionError:
+                if connection.fresh and not connection.heard and await connection.wants_tls():
+                    raise Unreachable from OSError("it speaks TLS: start its URL with https://")
                 if connection.fresh or connection.heard or not repeatable:
                     raise
             finally:
@@ -345,7 +362,12 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
         context = (tls or default_tls()) if site.tls else None
-        await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
+        except ssl.SSLError as error:
+            if error.reason in NOT_TLS:
+                raise OSError("it does not speak TLS: start its URL with http://, or set up TLS there") from error
+            raise
 
     return dial
 
@@ -354,3 +376,11 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 def default_tls() -> ssl.SSLContext:
     """Return a context that trusts the system's certificate authorities."""
     return ssl.create_default_context()
+
+
+@cache
+def _any_tls() -> ssl.SSLContext:
+    """Return a context that trusts everybody, for handshakes that nothing is sent after."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

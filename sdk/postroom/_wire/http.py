@@ -36,7 +36,7 @@ _ABOUT_CERTIFICATE: Final = {  # by OpenSSL's number of what is wrong
     62: "use a name that it is for",
     64: "use an address or a name that it is for",
 }
-_NOT_TLS: Final = frozenset({"HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "WRONG_VERSION_NUMBER"})
+NOT_TLS: Final = frozenset({"HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "WRONG_VERSION_NUMBER"})
 
 
 class Garbled(Exception):
@@ -105,7 +105,7 @@ def why_unreachable(cause: BaseException | None, authorities: str) -> str:
         advice = _ABOUT_CERTIFICATE.get(cast("Any", cause).verify_code, f"name its authority in {authorities}")
         return f"its certificate is not trusted ({untrusted.rstrip('.')}): {advice}"
     if (reason := getattr(cause, "reason", None)) is not None:  # of an `ssl.SSLError`
-        return "it does not speak TLS" if reason in _NOT_TLS else f"TLS failed ({reason.replace('_', ' ').lower()})"
+        return "it does not speak TLS" if reason in NOT_TLS else f"TLS failed ({reason.replace('_', ' ').lower()})"
     if isinstance(cause, ConnectionResetError):
         return "it closed the connection at once"
     text, number = str(cause), getattr(cause, "errno", None)

@@ -375,6 +375,9 @@ async def test_a_broker_is_trusted_only_with_a_certificate_of_the_configured_aut
     failed = await failure_of(link_to(url), claimed(1))
     assert failed.failure is Failure.UNREACHABLE
     assert str(failed).endswith("name its authority in broker.ca_file")
+    failed = await failure_of(link_to(url.replace("https", "http")), claimed(1))
+    assert failed.failure is Failure.UNREACHABLE
+    assert str(failed).endswith("it speaks TLS: start its URL with https://")
     await server.close()
 
 

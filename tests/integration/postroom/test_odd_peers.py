@@ -266,6 +266,25 @@ async def test_a_broker_whose_certificate_nobody_signed_is_not_asked(features: T
 
 
 @pytest.mark.parametrize(
+    ("features", "wrong", "sentence"),
+    [
+        ("https", "http", r"^no broker at http://127.* \(it speaks TLS: start its URL with https://\): "),
+        ("http", "https", r"^no broker at https://127.* \(it does not speak TLS: start its URL with http://, or "),
+    ],
+    indirect=["features"],
+)
+async def test_a_broker_that_is_asked_with_tls_or_without_by_mistake_is_said_to_be(
+    features: TestServer, wrong: str, sentence: str
+) -> None:
+    url = features.make_url("/behind/a/proxy").with_scheme(wrong)
+    async with BrokerClient(str(url), "token", patience=0) as client:
+        with pytest.raises(Unavailable, match=sentence):
+            await client.features()
+        with pytest.raises(Unavailable, match=sentence):
+            await client.create_topic("demo", "news")
+
+
+@pytest.mark.parametrize(
     "url", ["", "nonsense", "ftp://x", "http://", "http://a:port", "http://a b", "http://a:secret@b"]
 )
 async def test_an_address_that_is_none_is_said_to_be_so_without_what_it_holds(url: str) -> None:
