@@ -169,13 +169,14 @@ async def _servers() -> AsyncIterator[Finding]:
 
 
 async def _postgres(url: str) -> str:
-    from postroom.chassis.postgres import connected, schema_version  # noqa: PLC0415
+    from postroom.chassis.postgres import check_server, connected, schema_version  # noqa: PLC0415
 
     async with connected(url) as connection:
+        check_server(connection)
         if not await schema_version(connection, "broker"):
             raise Fatal(Exit.CONFIG, "the database has no tables of Postroom: `postroom broker migrate` makes them")
         version = connection.get_server_version()
-    return f"version {version.major}.{version.minor} answers"
+    return f"version {version.major}.{version.micro} answers"
 
 
 async def _redis(url: str) -> str:

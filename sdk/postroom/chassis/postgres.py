@@ -43,6 +43,7 @@ Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 CONNECT_SECONDS: Final = 5.0
 _STOP_SECONDS: Final = 5.0  # that a program which stops waits for a Postgres that does not answer
 _PROBE_SECONDS: Final = 1.0  # between two probes whether it does
+_OLDEST: Final = 16  # the first major version of Postgres that has everything that is used
 _REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
 _LOCK_ATTEMPTS: Final = 60  # of a migration
 _LOCK_REST_SECONDS: Final = 0.5  # between two, in which those that waited behind it have a turn
@@ -316,10 +317,11 @@ async def migrate(url: str, *rooms: str) -> list[str]:
     """Bring the tables of `rooms` (packages) to this program's version, one after the other; return what was applied.
 
     A database that is one version newer is left as it is. Raises `Fatal` as `fatal_errors` says, 78 where it is newer
-    than that, and 75 where a long transaction held the lock of a table for too long.
+    than that or on an older server, and 75 where a long transaction held the lock of a table for too long.
     """
     applied = []
     async with connected(url) as connection:
+        check_server(connection)
         async with connection.transaction():
             await connection.execute(_QUERIES["lock_migrations"])
             await connection.execute(_QUERIES["prepare_migrations"])
@@ -354,8 +356,16 @@ async def _take_step(connection: Connection, room: str, version: int, name: str,
         return True
 
 
+def check_server(connection: Connection) -> None:
+    """Raise `Fatal` (78) for a Postgres that is too old for Postroom."""
+    if (version := connection.get_server_version()).major < _OLDEST:
+        sentence = f"this is Postgres {version.major}, and Postroom needs {_OLDEST} or newer"
+        raise Fatal(Exit.CONFIG, f"{sentence}: upgrade the server, or name another in database_url")
+
+
 async def check_version(connection: Connection, *rooms: str, migrate_with: str) -> None:
-    """Raise `Fatal` (78) unless this program runs on the tables of `rooms`, and say what to do."""
+    """Raise `Fatal` (78) unless this program runs on the server and on the tables of `rooms`, and say what to do."""
+    check_server(connection)
     for room in rooms:
         found, known = await schema_version(connection, room), _known(room)
         if not runs_on(found, known):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from struct import pack
 
 import asyncpg
 import pytest
@@ -17,6 +18,7 @@ from broker.database import Database, migrate
 from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import connected, fatal_errors
+from postroom.delivery.applications import install
 
 PASSWORD = "the-guest's-password"
 COMMANDS = (
@@ -180,3 +182,25 @@ async def test_a_server_that_hangs_is_said_to_give_no_answer(monkeypatch: pytest
         with pytest.raises(Fatal, match=r"cannot open the database \(database_url\): no answer in time$") as refused:
             await Database.open(url, connections=1)
     assert refused.value.exit_code == Exit.UNAVAILABLE
+
+
+async def test_a_server_that_is_too_old_is_refused_before_anything_is_asked_of_it() -> None:
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)  # what asks for TLS
+        writer.write(b"N")
+        await reader.read(1024)
+        version = b"server_version\x0015.18\0"
+        welcome = [b"R", pack("!II", 8, 0), b"S", pack("!I", 4 + len(version)), version, b"Z", pack("!I", 5), b"I"]
+        writer.write(b"".join(welcome))
+        heard.append(await reader.read(1024))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"postgresql://guest@127.0.0.1:{server.sockets[0].getsockname()[1]}/own"
+        for work in (migrate(url), Database.open(url, connections=1), install(url, roles=["guest"], meshes=[])):
+            with pytest.raises(Fatal, match="this is Postgres 15, and Postroom needs 16 or newer: upgrade") as refused:
+                await work
+            assert refused.value.exit_code == Exit.CONFIG
+    assert {what[:1] for what in heard} == {b"X"}  # the end of a session

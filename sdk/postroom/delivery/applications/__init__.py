@@ -27,7 +27,17 @@ from postroom._wire.unpublished import (
 )
 from postroom.chassis.clock import now
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import Connection, Pool, acting, check_version, close_pool, connected, migrate, open_pool
+from postroom.chassis.postgres import (
+    Connection,
+    Pool,
+    acting,
+    check_server,
+    check_version,
+    close_pool,
+    connected,
+    migrate,
+    open_pool,
+)
 from postroom.delivery.publication.postgres import (
     EFFECTS,
     EVENTS,
@@ -48,7 +58,6 @@ ROOMS: Final = (delivery.ROOM, ROOM)
 INSTALL: Final = "postroom outbox install"  # creates the tables, or updates them
 QUERIES: Final = load_queries(__package__)
 _TABLES: Final = (EVENTS, LETTERS)
-_OLDEST: Final = 16  # the first major version of Postgres that has everything that is used
 
 
 async def install(url: str, *, roles: Sequence[str] = (), meshes: Sequence[str] = ()) -> list[str]:
@@ -85,10 +94,7 @@ async def know_meshes(pool: Pool, meshes: Sequence[str]) -> None:
 
 async def _check(connection: Connection, roles: Sequence[str]) -> bool:
     """Return whether the database has a broker's tables; raises `Fatal` (78) where nothing can be installed."""
-    version = connection.get_server_version()
-    if version.major < _OLDEST:
-        sentence = f"this is Postgres {version.major}, and the outbox needs {_OLDEST} or newer: upgrade the server"
-        raise Fatal(Exit.CONFIG, sentence)
+    check_server(connection)
     if await connection.fetchval(QUERIES["foreign_schema"]):
         sentence = "the schema postroom of this database is not ours: rename it (ALTER SCHEMA postroom RENAME TO …)"
         raise Fatal(Exit.CONFIG, sentence)
