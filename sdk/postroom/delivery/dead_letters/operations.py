@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 import asyncpg
 import msgspec
 from nats.js import JetStreamContext
+from nats.js.api import StreamInfo
 from nats.js.errors import NotFoundError
 
 from postroom._wire.dead_letters import (
@@ -180,14 +181,18 @@ class LetterOperations:
     ) -> StoredPage:
         """Return `limit` of them from `cursor` on; what ids are missing is said without a cursor.
 
-        Record and stream are read from there on, and only as far as the page goes. Where all letters are named by their
-        places, nothing else is read. The pages that follow one that is `closed` have no letter that came after it.
+        Record and stream are read from there on, and only as far as the page goes. Of named letters the record is
+        asked for those, and the stream is read where it has others. The pages that follow one that is `closed` have
+        no letter that came after it.
         """
         if (named := await self._find_named(wanted.ids or frozenset(), payloads=payloads)) is not None:
             return StoredPage(named)
         moment, found = await now(self._connection), list[StoredLetter]()
         after, ends = (_START, await self._ends() if closed else None) if cursor is None else _place(cursor)
-        async with aclosing(self._read(after, payloads=payloads)) as letters:
+        reading = self._read(after, payloads=payloads)
+        if wanted.ids is not None:
+            reading = self._read_named(wanted.ids, payloads=payloads)
+        async with aclosing(reading) as letters:
             async for stored in letters:
                 if (ends is None or stored.is_within(ends)) and stored.matches(wanted, moment):
                     found.append(stored)
@@ -387,11 +392,30 @@ class LetterOperations:
         rows = [int(id_) for id_ in ids if _ROW.fullmatch(id_)]
         if not ids or len(rows) + len(places) < len(ids):
             return None
-        found = await self._connection.fetch(QUERIES["find_letters"], self._context, rows, payloads)
-        named = list(map(_recorded, found))
+        named = await self._find_recorded(ids, payloads=payloads)
         async with aclosing(self._read_places(places)) as streamed:
             named += [stored async for stored, known in streamed if not known]
         return sorted(named, key=lambda stored: stored.key) if len(named) == len(ids) else None
+
+    async def _find_recorded(self, ids: frozenset[str], *, payloads: bool) -> list[StoredLetter]:
+        """Return the letters of the record with these numbers, or of these messages."""
+        rows = [int(id_) for id_ in ids if _ROW.fullmatch(id_)]
+        messages = list(map(printable_id, ids))
+        found = await self._connection.fetch(QUERIES["find_letters"], self._context, rows, messages, payloads)
+        return list(map(_recorded, found))
+
+    async def _read_named(self, ids: frozenset[str], *, payloads: bool) -> AsyncGenerator[StoredLetter, None]:
+        """Yield all letters that may be meant, oldest first: of a stream, which has no index, each without a row."""
+        found = await self._find_recorded(ids, payloads=payloads)
+        doing = f"reading the dead letters of {self._context}"
+        if self._js is not None:
+            with errors.mapped(doing), suppress(NotFoundError):  # it is created with the first letter
+                info = await self._js.stream_info(stream_name(self._context, "dlq"))
+                for first, last in await self._unrecorded_parts(info):
+                    found += [stored async for stored, known in self._read_stream(first, last) if not known]
+        once = {stored.known_as: stored for stored in reversed(found)}
+        for stored in sorted(once.values(), key=lambda stored: stored.key):
+            yield stored
 
     def _places(self, ids: Collection[str]) -> dict[str, int]:
         """Return the numbers of the letters that are named by their places in the stream."""
@@ -472,9 +496,18 @@ class LetterOperations:
                     if stored.id in places:
                         yield stored, known
 
-    async def count_unrecorded(self, first: int, last: int) -> int:
-        """Return how many letters under these numbers of the stream have no row."""
-        return sum([not known async for _, known in self._read_stream(first, last)])
+    async def _unrecorded_parts(self, info: StreamInfo) -> list[tuple[int, int]]:
+        """Return from which to which number the stream of letters may have some without a row; few parts."""
+        stream = info.config.name, info.created, info.state.first_seq, info.state.last_seq
+        if await self._connection.fetchval(QUERIES["count_placed"], *stream) == info.state.messages:
+            return []
+        gaps = await self._connection.fetch(QUERIES["find_gaps"], *stream, _GAPS + 1)
+        return [(first, last) for first, last in gaps] if len(gaps) <= _GAPS else [stream[2:]]
+
+    async def count_unrecorded(self, info: StreamInfo) -> int:
+        """Return how many letters of the stream have no row."""
+        parts = await self._unrecorded_parts(info)
+        return sum([not known for first, last in parts async for _, known in self._read_stream(first, last)])
 
 
 EFFECTS: Final = MappingProxyType({"replay": LetterOperations.replay, "drop": None})
@@ -540,11 +573,6 @@ async def count_letters(connection: Connection, js: JetStreamContext | None) -> 
     for name, info in sorted(streams.items()):
         if not name.endswith(suffix):
             continue
-        counts.setdefault(name, 0)
-        bounds = info.state.first_seq, info.state.last_seq
-        if await connection.fetchval(QUERIES["count_placed"], name, info.created, *bounds) != info.state.messages:
-            letters = LetterOperations(connection, js, name.removesuffix(suffix).lower(), actor="")
-            gaps = await connection.fetch(QUERIES["find_gaps"], name, info.created, *bounds, _GAPS + 1)
-            for first, last in gaps if len(gaps) <= _GAPS else [bounds]:
-                counts[name] += await letters.count_unrecorded(first, last)
+        letters = LetterOperations(connection, js, name.removesuffix(suffix).lower(), actor="")
+        counts[name] = counts.get(name, 0) + await letters.count_unrecorded(info)
     return counts

@@ -11,9 +11,10 @@ SELECT id, died_at, letter, CASE WHEN $2 THEN payload END AS payload FROM postro
 WHERE context = $1 AND settled_at IS NULL AND (died_at, id) > ($3, $4::bigint) ORDER BY died_at, id LIMIT $5;
 
 -- name: find_letters
--- The unsettled ones of the letters $2 that are of the context $1; with their payloads if $3.
-SELECT id, died_at, letter, CASE WHEN $3 THEN payload END AS payload FROM postroom.dead_letters
-WHERE context = $1 AND settled_at IS NULL AND id = ANY ($2::bigint[]);
+-- The unsettled ones of the letters $2, or of the messages $3, that are of the context $1; with their payloads if $4.
+SELECT id, died_at, letter, CASE WHEN $4 THEN payload END AS payload FROM postroom.dead_letters
+WHERE context = $1 AND settled_at IS NULL
+  AND (id = ANY ($2::bigint[]) OR postroom.message_of_letter(letter_id) = ANY ($3::text[]));
 
 -- name: list_known
 -- Which of the letters $2 of the context $1 the record has, settled ones too.

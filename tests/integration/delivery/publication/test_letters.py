@@ -91,6 +91,30 @@ async def test_letters_that_are_named_by_their_rows_cost_no_look_at_the_others(o
 
 
 @pytest.mark.usefixtures("stream")
+async def test_a_letter_that_is_named_by_its_message_costs_no_look_at_the_others(office: Any, read: list[int]) -> None:
+    await office.bury(*(f"m-{number}" for number in range(100)))
+    await publish(office)
+    await office.bury("m-7", consumer="shipping")
+    await publish(office)
+    async with office.pool.acquire() as connection:
+        letters = LetterOperations(connection, office.js, office.context, actor="ann")
+        named = LetterFilter(ids=frozenset({"m-7", "m-8"}))
+        found = [stored.letter for stored in await letters.find(named)]
+        assert [(letter.message_id, letter.consumer) for letter in found if letter] == [
+            ("m-7", "billing"),
+            ("m-8", "billing"),
+            ("m-7", "shipping"),
+        ]
+        assert read == []
+        theirs = DeadLetter(message_id="m-8", original_subject="s", reason="poison", attempts=1)
+        ack = await office.js.publish(
+            f"{office.context}.dlq.theirs.v1", msgspec.json.encode(theirs), headers={"Nats-Msg-Id": "dead:an-agent:m-8"}
+        )
+        assert len(await letters.find(named)) == 4
+        assert read == [ack.seq]
+
+
+@pytest.mark.usefixtures("stream")
 async def test_the_same_death_has_one_letter_however_often_it_is_buried(office: Any) -> None:
     await office.bury("a", "a")
     await publish(office)
