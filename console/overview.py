@@ -131,7 +131,7 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
     watch, sent = request.app[WATCH], b""
     try:
         await answer.prepare(request)
-        while not request.app[SESSIONS].is_over(session.key):
+        while request.method != "HEAD" and not request.app[SESSIONS].is_over(session.key):
             try:
                 data = msgspec.json.encode((await watch.look(session.client))._asdict())
             except PostroomError as error:

@@ -201,7 +201,7 @@ class Gate:
 
 def page_of(request: web.Request) -> str:
     """Return the page that a request is for, or of a form the page that it was sent from."""
-    if request.method == "GET":
+    if request.method != "POST":
         return request.path_qs
     path = request.headers.get("Referer", "").removeprefix(request.headers.get("Origin", ""))
     return path if OWN_PATH.fullmatch(path) else "/"

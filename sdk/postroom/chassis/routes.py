@@ -80,11 +80,15 @@ class Route:
 
 
 def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -> web.Application:
-    """Build the aiohttp application: each route behind its access check, every error a problem."""
+    """Build the aiohttp application: each route behind its access check, every error a problem.
+
+    A HEAD is answered like a GET; aiohttp leaves out the body.
+    """
     app = bare_application(**options)
     for route in routes:
         path = route.path.replace("}", ":[^/]+}")  # aiohttp's own pattern finds no name that has braces
-        app.router.add_route(route.method, path, _guarded(route, authorize), expect_handler=_go_on)
+        for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+            app.router.add_route(method, path, _guarded(route, authorize), expect_handler=_go_on)
     return app
 
 

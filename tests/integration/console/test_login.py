@@ -224,6 +224,23 @@ async def test_every_answer_forbids_browsers_what_no_page_needs(admin: Any) -> N
         assert " on" not in "".join(part.partition(">")[0] for part in page.text.split("<script")[1:])
 
 
+async def test_every_page_answers_a_head_without_a_body(office: Any, admin: Any) -> None:
+    async def statuses(browser: Any, path: str) -> tuple[int, int]:
+        async with browser.session.head(f"{browser.url}{path}", allow_redirects=False) as head:
+            assert await head.read() == b""
+            if path == "/live":
+                return head.status, head.status
+            page = await browser.open(path, follow=False)
+            assert head.headers.get("Location") == page.headers.get("Location")
+            return head.status, page.status
+
+    stranger = office.browse()
+    for path in reads():
+        for browser in (admin, stranger):
+            head, page = await statuses(browser, path)
+            assert head == page, path
+
+
 async def test_what_is_static_is_kept_under_its_version(admin: Any) -> None:
     for name in STATIC:
         async with admin.session.get(f"{admin.url}/static/{name}") as answer:

@@ -118,6 +118,18 @@ async def test_a_problem_that_knows_when_says_so_in_the_header(client):
 
 async def test_a_wrong_method_is_told_the_right_ones(client):
     assert (await client.delete("/v1/parcels")).headers["Allow"] == "POST"
+    assert (await client.delete("/v1/parcels/a")).headers["Allow"] == "GET,HEAD"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/v1/parcels/a", 200), ("/v1/parcels/a?limit=x", 400), ("/v1/parcels/lost", 404), ("/v1/parcels", 405)],
+)
+async def test_a_head_is_answered_as_a_get_without_its_body(client, path, status):
+    got, head = await client.get(path), await client.head(path)
+    assert (got.status, head.status, await head.read()) == (status, status, b"")
+    assert head.headers["Content-Length"] == got.headers["Content-Length"]
+    assert head.content_type == got.content_type
 
 
 DOCUMENT = openapi(
