@@ -7,6 +7,7 @@ their connections. Tokens are looked up on one that is used for nothing else, so
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
@@ -15,7 +16,7 @@ import asyncpg
 import structlog
 
 from broker.shares import Shares
-from postroom._wire.sql import load_queries
+from postroom._wire.sql import NO_TLS, load_queries, why_failed
 from postroom.chassis import postgres
 from postroom.chassis.postgres import CONNECT_SECONDS, POSTGRES_ERRORS, UNREACHABLE, Connection, Pool, close_pool
 from postroom.errors import InvalidMessage, TryAgain
@@ -125,6 +126,8 @@ class Database:
                     why = "refuses the login"
                 case asyncpg.TooManyConnectionsError():
                     why = "takes no more connections"
+                case OSError() as cause if isinstance(cause, ssl.SSLError) or NO_TLS in str(cause):
+                    why = f"cannot be used: {why_failed(cause)}"
                 case _:
                     why = "does not answer"
             return f"Postgres {why}: the broker cannot accept messages"

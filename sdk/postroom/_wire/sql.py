@@ -28,6 +28,7 @@ from postroom._wire.http import why_unreachable
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
 UNUSABLE: Final = (ValueError, OverflowError, ServiceFileError)
 """What asyncpg raises for a URL that it cannot use, such as one with a port above 65535, or for its service file."""
+NO_TLS: Final = "rejected SSL upgrade"  # what asyncpg says of a server without TLS
 
 _NO_URL: Final = "is not a Postgres URL (postgresql://user@host/database; a / or # in a password is written %2F or %23)"
 _NO_SERVICE: Final = "names a service of a file that cannot be read: write [name], then key=value lines; for % write %%"
@@ -93,6 +94,8 @@ def why_refused(error: Exception, what: str = "database_url") -> str:
 def why_failed(error: BaseException) -> str:
     """Say in words why a database did not do what it was asked: the first line of what it said, or of the system."""
     if isinstance(error, OSError):
+        if NO_TLS in str(error):
+            return "it does not speak TLS, which database_url asks for"
         return why_unreachable(error, "sslrootcert") or "no answer in time"
     return str(error).partition("\n")[0] or "no answer in time"
 

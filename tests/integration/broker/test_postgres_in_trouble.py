@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import asyncpg
 import msgspec
 import pytest
+from support.certificates import CERTIFICATE, KEY
 from support.databases import END_SESSIONS
 from support.waiting import until_so
 
-from broker.database import migrate
+from broker.database import Database, migrate
 from broker.operator import each
 from embedded import EmbeddedPostgres
-from postroom.chassis.postgres import _SERVER_SETTINGS
+from postroom.chassis.postgres import _SERVER_SETTINGS, close_pool, open_pool
 from postroom.errors import Conflict
 
 Message = Callable[..., dict[str, Any]]
@@ -238,3 +241,31 @@ async def test_a_postgres_that_fails_amid_many_things_is_not_asked_for_the_rest(
         ("a", "taken"),
         *((thing, "database_unavailable") for thing in "cde"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"S", r"its certificate is not trusted \(IP address mismatch.*\): use an address or a name that it is for"),
+        (b"N", r"it does not speak TLS, which database_url asks for"),
+    ],
+)
+async def test_a_postgres_without_the_tls_that_was_asked_for_is_said_to_be(answer: bytes, why: str) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE, KEY)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(answer)
+        if answer == b"S":
+            with suppress(ssl.SSLError, ConnectionError):
+                await writer.start_tls(tls)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.2", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"postgresql://guest@127.0.0.2:{port}/own?sslmode=verify-full&sslrootcert={CERTIFICATE}"
+        pool = await open_pool(url, name="test", connections=1, kept=0)
+        said = await Database(pool, pool, pool).trouble()
+        await close_pool(pool)
+    assert re.fullmatch(f"Postgres cannot be used: {why}: the broker cannot accept messages", said or "")
