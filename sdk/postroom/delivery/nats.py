@@ -19,6 +19,7 @@ import stat
 from base64 import b64encode
 from collections import deque
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -54,7 +55,7 @@ _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for an unreachable serve
 MOST_HEADER_BYTES: Final = 15 * 1024  # of a message, in addition to what `most_payload` leaves for its payload
 _AROUND_BYTES: Final = 1024  # of what is put around a payload, and of headers that publishing adds
 USUAL_PAYLOAD: Final = 8 * 1024 * 1024 - MOST_HEADER_BYTES - _AROUND_BYTES  # with the `max_payload` of docs/install.md
-_DENIALS: Final = 16  # that are remembered: there may be one for each message
+_DENIALS: Final = 1024  # that are remembered: there may be one for each message of a batch
 _UNREACHABLE: Final = "NATS is unreachable"
 _CLOSE_SECONDS: Final = 3.0
 _PINGS: Final = 2  # unanswered ones after which the server counts as unreachable
@@ -78,7 +79,7 @@ async def connect(
     reconnect: bool = True,
     logged: bool = True,
     client: "NatsClient | None" = None,
-) -> Client:
+) -> "NatsClient":
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
     Afterwards the connection comes back by itself until the caller closes it. Without `reconnect` each server is tried
@@ -223,7 +224,8 @@ class NatsClient(Client):
         super().__init__()
         self._ps = _Parser(self)
         self._logged = logged
-        self._denied = deque[str](maxlen=_DENIALS)  # what the server did not let this user do, in its words
+        self.denials = 0  # how often the server did not let this user do something
+        self._denied = deque[str](maxlen=_DENIALS)  # the last of them, in its words
         self.failure: Exception | None = None  # what kept it from connecting last; None once it has
         _clients.add(self)
 
@@ -235,6 +237,12 @@ class NatsClient(Client):
         except TimeoutError:
             if (writer := getattr(self._transport, "_io_writer", None)) is not None:
                 writer.transport.abort()
+
+    def denied(self, subject: str, since: int) -> Error | None:
+        """Return what the server said where it did not let this user publish to `subject` after `since` denials."""
+        last = islice(reversed(self._denied), self.denials - since)
+        said = next((said for said in last if said.endswith(f' publish to "{subject.lower()}"')), None)
+        return None if said is None else Error(f"nats: {said}")
 
     async def request(self, subject: str, *arguments: Any, **options: Any) -> Msg:
         """Ask; where no answer came since the server does not let this user ask, or hear answers, raise what it said.
@@ -282,6 +290,7 @@ class NatsClient(Client):
         """Connect again where the server ends the connection, such as for a new password: nats-py would close it."""
         if PERMISSIONS_ERR in err_msg:
             self._denied.append(err_msg.strip("'"))
+            self.denials += 1
         if not self.is_connected or PERMISSIONS_ERR in err_msg or STALE_CONNECTION in err_msg:
             await super()._process_err(err_msg)
             return

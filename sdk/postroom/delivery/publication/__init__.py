@@ -42,6 +42,12 @@ class Unanswered(str):
     __slots__ = ()
 
 
+class Denied(Unanswered):
+    """Why NATS lets this user not publish a message: that is no fault of the message's."""
+
+    __slots__ = ()
+
+
 class Failed(NamedTuple):
     """A message that no stream is known to have: why, and after how many seconds it may be tried again."""
 

@@ -25,7 +25,6 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamInfo
@@ -33,8 +32,8 @@ from nats.js.api import RetentionPolicy, StreamInfo
 from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import within
 from postroom.delivery.errors import from_nats, mapped
-from postroom.delivery.nats import api_subject, connect, connection_of
-from postroom.delivery.publication import Outgoing, Place, Unanswered
+from postroom.delivery.nats import NatsClient, api_subject, connect, connection_of
+from postroom.delivery.publication import Denied, Outgoing, Place, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams, filters_of
 from postroom.delivery.subjects import expression_of
@@ -281,7 +280,7 @@ class _Batch:
 class Link:
     """One connection, and the server's streams as seen through it."""
 
-    def __init__(self, client: Client, js: JetStreamContext, ack_seconds: float) -> None:
+    def __init__(self, client: NatsClient, js: JetStreamContext, ack_seconds: float) -> None:
         self.js = js
         self.streams = Streams()
         self._client = client
@@ -377,7 +376,7 @@ class Link:
         self, messages: Sequence[Outgoing], headers: Sequence[dict[str, str]], *, answers: int
     ) -> list[_Ack | None]:
         """Send `messages` in order and return the answers to the last of them, None where none came in time."""
-        clock = asyncio.get_running_loop().time
+        clock, denials = asyncio.get_running_loop().time, self._client.denials
         batch = _Batch(self._sent, answers)
         self._sent += answers
         self._batches.append(batch)
@@ -393,6 +392,11 @@ class Link:
             deadline = clock() + self._ack_seconds
             while not self.broken and not batch.complete.is_set() and (left := deadline - clock()) > 0:
                 await within(min(left, _LOOK_SECONDS), batch.complete)
+                if self._client.denials == denials:
+                    continue
+                for index, message in enumerate(messages[len(messages) - answers :]):  # NATS answers these to nobody
+                    if (denied := self._client.denied(message.subject, denials)) is not None:
+                        batch.answer(index, _failure(Denied(from_nats(denied, "publishing").problem.detail)))
         finally:
             self._batches.remove(batch)  # a late answer is ignored
         return batch.answers

@@ -37,7 +37,7 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, why_waiting
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publication import Claim, Failed, Outgoing, Place, Source, Unanswered
+from postroom.delivery.publication import Claim, Denied, Failed, Outgoing, Place, Source, Unanswered
 from postroom.delivery.publication.link import Link, read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
@@ -106,7 +106,8 @@ class Publisher:
         self._apart = apart
         self._link: Link | None = None
         self._looked = 0.0
-        self._silence = "", 0.0  # of JetStream: what failed for it last, and until when that is not tried again
+        # What failed for JetStream's silence, or for what NATS denies, and until when that is not tried again.
+        self._silence, self._denial = ("", 0.0), ("", 0.0)
         self._connecting = asyncio.Lock()
         self._working = asyncio.Lock()
         self._stop = asyncio.Event()
@@ -200,9 +201,9 @@ class Publisher:
 
     @property
     def silence(self) -> str | None:
-        """Why JetStream acknowledged nothing of the last batch, until it does."""
-        why, until = self._silence
-        return why if asyncio.get_running_loop().time() < until else None
+        """Why JetStream acknowledged nothing of the last batch, or NATS denies some subjects, until that is over."""
+        now = asyncio.get_running_loop().time()
+        return next((why for why, until in (self._denial, self._silence) if now < until), None)
 
     def _count(self, placed: Placed, failed: list[Failed]) -> None:
         self.counters.batches += 1
@@ -212,9 +213,12 @@ class Publisher:
             self._silence = "", 0.0
         if failed:
             message, error, _ = failed[0]
-            if not placed and isinstance(error, Unanswered):
-                wait = max(each.seconds for each in failed) + 2 * self._settings.ack_seconds
-                self._silence = f"{error}; see the log of NATS", asyncio.get_running_loop().time() + wait
+            wait = max(each.seconds for each in failed) + 2 * self._settings.ack_seconds
+            until = asyncio.get_running_loop().time() + wait
+            if (denied := next((each.error for each in failed if isinstance(each.error, Denied)), None)) is not None:
+                self._denial = denied, until
+            elif not placed and isinstance(error, Unanswered):
+                self._silence = f"{error}; see the log of NATS", until
             _log.warning(
                 "publish_failed", source=self.source.name, key=message.key, subject=message.subject, error=error,
                 messages=len(failed),

@@ -12,10 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import asyncpg
+import nats
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from support.jetstream import with_jetstream
+from support.nats_users import NatsWithUsers
 from support.traces import TRACE, attributes, parent_of
 from support.waiting import until, until_so
 
@@ -251,6 +253,36 @@ async def test_a_server_that_stands_still_is_reported_costs_no_event_and_repeats
         await until(lambda: publisher.counters.trouble is None)
     assert await count(server, office) == 310
     server.stop()
+
+
+async def test_what_nats_does_not_let_its_user_publish_is_said_while_other_meshes_are_published(
+    office: Any, short_directory: Any, running: Any
+) -> None:
+    other = replace(office, context=f"{office.context}x")
+    grants = [f"{other.context}.>", "$JS.API.>"], ["_INBOX.>", "$JS.EVENT.>"]
+    server = NatsWithUsers(short_directory / "nats", {"worker": grants})
+    server.start()
+    client = await nats.connect(server.url)
+    office, other = (replace(each, js=client.jetstream()) for each in (office, other))
+    denied = f'publish to "{office.context}.event.order_placed.v1"): give this user that permission'
+    try:
+        for each in (office, other):
+            await each.add_stream()
+        await office.emit_many(40, aggregates=40)
+        quick = PublisherSettings(ack_seconds=30, first_seconds=0.01, most_seconds=0.05, idle_seconds=0.01)
+        publisher = office.publisher(quick, url=server.url_of("worker"))
+        async with running(publisher):
+            await until(lambda: denied in (publisher.counters.trouble or ""))
+            published = await other.emit()
+            await until_so(other.ids)
+            assert await other.ids() == [published]
+            await until(lambda: publisher.counters.published == 1)
+            await until(lambda: denied in (publisher.counters.trouble or ""))
+        assert await office.unpublished() == 40
+        assert not await office.pool.fetchval("SELECT count(publish_error) FROM postroom.outbox_events")
+    finally:
+        await client.close()
+        server.stop()
 
 
 async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> None:
