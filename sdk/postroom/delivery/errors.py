@@ -122,6 +122,12 @@ def subjects_absent(name: str, stream: str, subjects: list[str], has: list[str])
     return NotFound.of("subject_not_found", detail)
 
 
+def stream_unknown(name: str) -> NotFound:
+    """Say that nothing is recorded as published into a stream."""
+    detail = f"nothing is recorded as published into a stream {name!r}: give its whole name, as in DEMO_EVENTS"
+    return NotFound.of("stream_not_found", detail, field="stream")
+
+
 def would_lose(diff: str, consumer: str | None = None) -> Conflict:
     """Refuse to change a stream, or the `consumer` of that id, where messages could be lost."""
     way = "do it by hand" if consumer is None else f"first delete it: `postroom consumer delete {consumer}`"

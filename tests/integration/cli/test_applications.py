@@ -198,6 +198,8 @@ async def test_an_operator_has_what_an_application_emitted_published_again(shop:
         ids[:2],
     )
     there = {"POSTROOM_OUTBOX_DATABASE_URL": owner_of(shop)}
+    unknown = await run("worker", "redrive", "--since", "1h", "--stream", "shop", "--dry-run", **there)
+    assert "a stream 'shop': give its whole name" in unknown.sentence()
     dry = await run("worker", "redrive", "--since", "1h", "--dry-run", **there)
     assert dry.out == "events: 2 would be published again\nletters: 0 would be published again\n"
     done = await run("worker", "redrive", "--since", "1h", "--reason", "a lost stream", "--yes", **there)

@@ -82,6 +82,9 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_a
     assert poison
     since = ("worker", "redrive", "--since", "2000-01-01")
     assert "--reason" in user.run(*since, "--yes").sentence()
+    unknown = user.run(*since, "--stream", "demo", "--dry-run")
+    sentence = "nothing is recorded as published into a stream 'demo': give its whole name, as in DEMO_EVENTS"
+    assert (unknown.code, unknown.out, unknown.sentence()) == (3, "", sentence)
     would = user.run(*since, "--dry-run").out.splitlines()
     assert would == [
         "events: 1 would be published again",

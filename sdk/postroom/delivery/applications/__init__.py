@@ -154,8 +154,8 @@ class Application:
         """Have wanted messages that were published by now published again, in steps."""
         until = await now(self._connection)
         done: list[Redriven] = []
-        after: datetime | None = wanted.earliest(until)
-        while after is not None:
+        after: datetime | None = None
+        while after is not None or not done:
             async with self._connection.transaction():
                 found, after = await redrive(
                     self._connection, wanted, until=until, after=after, dry_run=dry_run, tables=_TABLES

@@ -40,7 +40,7 @@ from postroom._wire.unpublished import (
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection, Pool, count_changed
 from postroom.delivery.dead_letters import LETTER, RECORDED
-from postroom.delivery.errors import not_failing, was_dropped
+from postroom.delivery.errors import not_failing, stream_unknown, was_dropped
 from postroom.delivery.message import history_message
 from postroom.delivery.publication import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
 from postroom.delivery.publication.link import Holes
@@ -370,8 +370,13 @@ async def redrive(
     """Have wanted rows that were published before `until` published again, in the caller's transaction, or count them.
 
     Of each table some thousand are examined, those that were published first `after` a time; returns how many of each
-    it was, and the time after which the next call goes on, if there are more.
+    it was, and the time after which the next call goes on, if there are more. The first call raises `NotFound` for a
+    stream that nothing is in: a count of 0 would read as good news.
     """
+    if after is None and wanted.stream is not None:
+        has = [await connection.fetchval(table.queries["has_stream"], wanted.stream) for table in tables]
+        if not any(has):
+            raise stream_unknown(wanted.stream)
     after = after or wanted.earliest(until)
     stretch = after, until, wanted.stream, _STEP
     ends = [await connection.fetchval(table.queries["find_stretch"], *stretch) for table in tables]

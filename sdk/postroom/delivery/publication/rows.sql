@@ -151,6 +151,10 @@ SELECT published_at FROM :table AS item
 WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3) AND NOT :ended
 ORDER BY published_at OFFSET $4 - 1 LIMIT 1;
 
+-- name: has_stream
+-- Whether a row is published into the stream $1.
+SELECT EXISTS (SELECT FROM :table AS item WHERE published_at IS NOT NULL AND stream = $1);
+
 -- name: find_since
 -- Rows published between $1 and $2 into the stream $3 (null: any), settled ones too if $4.
 SELECT :key FROM :table AS item
