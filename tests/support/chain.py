@@ -17,6 +17,7 @@ from nats.errors import Error
 from embedded import EmbeddedNats
 from postroom import AsyncClient, BrokerClient
 from support.mailroom import MESH, Mailroom, Process
+from support.nats_users import Grants, NatsWithUsers
 from support.zygote import Zygote
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,11 +39,13 @@ class Chain:
         *,
         brokers: int = 1,
         zygote: Zygote | None = None,
+        grants: Grants | None = None,
     ) -> None:
+        """With `grants` each program, and the broker, logs in to NATS as the user of its name."""
         self.directory = directory
         self._zygote = zygote
         self.room = Mailroom(directory, database_url, redis_url, brokers=brokers, zygote=zygote)
-        self.nats = EmbeddedNats(directory / "nats")
+        self.nats = EmbeddedNats(directory / "nats") if grants is None else NatsWithUsers(directory / "nats", grants)
         self._database_url = database_url
         self._handler_url = handler_url
         self.agent_state = directory / "counter"
@@ -52,20 +55,26 @@ class Chain:
 
     async def open(self, *, worker: dict[str, object] | None = None, consumer: dict[str, object] | None = None) -> None:
         """Start everything; `worker` and `consumer` are further settings of those two."""
-        url = self.nats.start()
+        self.nats.start()
+        if isinstance(self.nats, NatsWithUsers):
+            for broker in self.room.brokers:
+                broker.settle({"POSTROOM_BROKER_NATS_URL": self._url("broker")})
         await self.room.open()
         async with BrokerClient(self.room.broker_urls[0], self.room.admin_token) as administrator:
             self.room._secret("bob.token", (await administrator.create_member(MESH, READER)).token)
             await administrator.subscribe(MESH, "orders", READER)
             await administrator.create_queue(MESH, QUEUE.removeprefix("queue:"))
         self.programs = {
-            "worker": self.worker(url, worker or {}),
-            "consumer": self.consumer(url, consumer or {}),
-            "agent": self.agent(url),
-            "reader": self._reader(url),
+            "worker": self.worker(self._url("worker"), worker or {}),
+            "consumer": self.consumer(self._url("consumer"), consumer or {}),
+            "agent": self.agent(self._url("agent")),
+            "reader": self._reader(self._url("daemon")),
         }
         for program in self.programs.values():
             program.start()
+
+    def _url(self, program: str) -> str:
+        return self.nats.url_of(program) if isinstance(self.nats, NatsWithUsers) else self.nats.url
 
     def close(self) -> None:
         for program in self.programs.values():
