@@ -43,7 +43,7 @@ class Metrics:
         self.postgres_reachable = gauge("postgres_reachable", "1 while Postgres takes what the broker accepts.")
         self.consumed_then_rejected = counter(
             "rate_limit_consumed_then_rejected",
-            "Messages that took a unit of the limiter and were refused by their destination (B2) afterwards.",
+            "Refusals by a destination (B2) after the limiter, one each time a message is tried; it takes one unit.",
         )
         self.swept_rows = counter("swept_rows", "Rows that retention deleted, by kind.", ["kind"])
         self.dropped = counter("connections_dropped", "Connections ended by a deadline, by the reason.", ["reason"])
