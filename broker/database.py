@@ -106,7 +106,7 @@ class Database:
                     await self.accepting.execute(QUERIES["ring"], rung)
                     await asyncio.sleep(_RING_SECONDS)
             except POSTGRES_ERRORS as error:
-                _log.info("publishers_not_woken", error=type(error).__name__)  # they check by themselves, only later
+                _log.info("publishers_not_woken", error=why_failed(error))  # they check by themselves, only later
             finally:
                 self._ringing = None
 
@@ -158,8 +158,8 @@ async def unavailable_as_503() -> AsyncIterator[None]:
         yield
     except UNREACHABLE as error:
         raise _unavailable("the broker cannot reach its database: try again") from error
-    except _NOT_NOW as error:  # its text may quote a row
-        _log.warning("postgres_refused", error=type(error).__name__, sqlstate=error.sqlstate)
+    except _NOT_NOW as error:  # what it says below its first line may quote a row
+        _log.warning("postgres_refused", error=why_failed(error), sqlstate=error.sqlstate)
         raise _unavailable("the broker's database cannot do this now: try again") from error
 
 

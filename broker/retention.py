@@ -18,6 +18,7 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
+from postroom._wire.sql import why_failed
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, count_changed, rest_since
 from postroom.delivery.durables import sweep_waiting
@@ -41,7 +42,7 @@ class Sweeper:
             try:
                 await self.sweep()
             except POSTGRES_ERRORS as error:
-                _log.warning("sweep_failed", error=type(error).__name__)
+                _log.warning("sweep_failed", error=why_failed(error))
             await asyncio.sleep(self._config.sweep_interval_seconds)
 
     async def sweep(self) -> bool:

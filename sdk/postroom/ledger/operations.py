@@ -26,7 +26,7 @@ import structlog
 from postroom._wire import digits
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.names import MESH
-from postroom._wire.sql import load_queries
+from postroom._wire.sql import load_queries, why_failed
 from postroom._wire.words import when
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, count_changed, rest_since, uuid_of
@@ -350,7 +350,7 @@ class JobRetention:
             try:
                 await self.sweep()
             except POSTGRES_ERRORS as error:
-                _log.warning("job_sweep_failed", error=type(error).__name__)
+                _log.warning("job_sweep_failed", error=why_failed(error))
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def sweep(self, rows: int = _ROWS) -> int:

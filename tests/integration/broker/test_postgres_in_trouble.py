@@ -12,6 +12,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from support.certificates import CERTIFICATE, KEY
 from support.databases import END_SESSIONS
 from support.waiting import until_so
@@ -183,8 +184,12 @@ async def test_a_role_that_may_not_write_is_said_and_no_internal_error(
     assert (await broker.nobody.get("/ready")).body["reasons"] == [
         "Postgres could not store the last batch: permission denied for table topic_message"
     ]
-    refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
+    with capture_logs() as log:
+        refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
     assert (refused.status, refused.code) == (503, "database_unavailable")
+    assert [line["error"] for line in log if line["event"] == "postgres_refused"] == [
+        "permission denied for table topic"
+    ]
 
     await owner.execute("GRANT INSERT ON mesh.topic_message, mesh.topic TO postroom")
     await owner.close()
