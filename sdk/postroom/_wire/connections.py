@@ -8,27 +8,31 @@ Fails with `Unreachable` where no connection could be opened, `Garbled`, `Timeou
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import cache
+from http import HTTPStatus
 from typing import Final, cast
 
 from postroom._wire.http import NOT_TLS, AnswerReader, Garbled, Head, Site, Unreachable, chunk
 from postroom._wire.sockets import BACKLOG_PAUSE, IDLE_SECONDS, try_to_connect
 
 _PROBE_SECONDS: Final = 2.0  # that a handshake may take whose outcome only makes a better sentence
+_ASKS_FOR_TLS: Final = re.compile(rb"HTTPS|SSL")  # in the page of a proxy that plain HTTP has reached
 _MAX_UNREAD: Final = 256 * 1024  # bytes of a streamed answer that nobody has taken; then reading pauses
 
 Dial = Callable[["Connection"], Awaitable[object]]
 
 
 class Connection(asyncio.Protocol):
-    """One connection; `fresh` until it has carried an exchange."""
+    """One connection; `fresh` until it has carried an exchange, `plain` where a URL asked for none with TLS."""
 
     def __init__(self, forget: Callable[[Connection], None]) -> None:
         self.fresh = True
+        self.plain = False
         self.idle_since = 0.0
         self._forget = forget
         self._loop = asyncio.get_running_loop()
@@ -120,19 +124,18 @@ class Connection(asyncio.Protocol):
         """Whether anything of the answer has come."""
         return self._answer is not None and self._answer.began
 
-    async def wants_tls(self) -> bool:
-        """Return whether the peer of a plain connection takes a handshake of TLS: then it has read no request."""
-        transport = cast(asyncio.Transport, self._transport)
-        address = transport.get_extra_info("peername")
-        if transport.get_extra_info("sslcontext") is not None or not isinstance(address, tuple):
-            return False
+    async def refuse_tls(self) -> None:
+        """Raise `Unreachable` where the peer of a connection that is `plain` speaks TLS: it has read no request."""
+        if not self.plain:
+            return
+        address = cast(asyncio.Transport, self._transport).get_extra_info("peername")
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 _, writer = await asyncio.open_connection(*address[:2], ssl=_any_tls())
         except OSError:
-            return False
+            return
         writer.transport.abort()
-        return True
+        raise Unreachable from OSError("it speaks TLS: start its URL with https://")
 
     def abort(self) -> None:
         """Close it without waiting for anything."""
@@ -265,12 +268,16 @@ class Pool:
         while True:
             connection = self._take() or await self._connect(min(seconds, connecting))
             try:
-                return await connection.exchange(request, deadline, limit, cut=cut)
+                head, body = await connection.exchange(request, deadline, limit, cut=cut)
+                if head.status == HTTPStatus.BAD_REQUEST and _ASKS_FOR_TLS.search(body):
+                    await connection.refuse_tls()
             except ConnectionError:
-                if connection.fresh and not connection.heard and await connection.wants_tls():
-                    raise Unreachable from OSError("it speaks TLS: start its URL with https://")
+                if connection.fresh and not connection.heard:
+                    await connection.refuse_tls()
                 if connection.fresh or connection.heard or not repeatable:
                     raise
+            else:
+                return head, body
             finally:
                 self._give_back(connection, usable=connection.release())
 
@@ -362,6 +369,7 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
         context = (tls or default_tls()) if site.tls else None
+        connection.plain = not site.tls
         try:
             await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
         except ssl.SSLError as error:

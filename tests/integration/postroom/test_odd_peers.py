@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from aiohttp import web
@@ -282,6 +284,38 @@ async def test_a_broker_that_is_asked_with_tls_or_without_by_mistake_is_said_to_
             await client.features()
         with pytest.raises(Unavailable, match=sentence):
             await client.create_topic("demo", "news")
+
+
+@pytest.fixture
+def proxy() -> Iterator[str]:
+    """A proxy with TLS that answers plain HTTP with a page, as nginx does; yields its address."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(CERTIFICATE, KEY)
+    page = b"<html>The plain HTTP request was sent to HTTPS port</html>"
+
+    def serve() -> None:
+        with suppress(OSError):  # it was shut down
+            while True:
+                peer, _ = listening.accept()
+                with peer, suppress(ssl.SSLError, ConnectionError):
+                    if peer.recv(1, socket.MSG_PEEK) == b"\x16":  # a handshake
+                        tls.wrap_socket(peer, server_side=True).close()
+                    else:
+                        peer.recv(4096)
+                        peer.sendall(answer(page, "400 Bad Request", "text/html", "Connection: close\r\n"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+async def test_a_proxy_that_answers_plain_http_with_a_page_is_said_to_speak_tls(proxy: str) -> None:
+    async with BrokerClient(proxy, "token", patience=0) as client:
+        with pytest.raises(Unavailable, match=r"\(it speaks TLS: start its URL with https://\)"):
+            await client.features()
 
 
 @pytest.mark.parametrize(
