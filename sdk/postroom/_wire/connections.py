@@ -8,6 +8,7 @@ Fails with `Unreachable` where no connection could be opened, `Garbled`, `Timeou
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import ssl
@@ -368,7 +369,7 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
-        context = (tls or default_tls()) if site.tls else None
+        context = (tls or _commonly_trusting(os.environ.get("SSL_CERT_FILE"))) if site.tls else None
         connection.plain = not site.tls
         try:
             await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
@@ -384,6 +385,18 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 def default_tls() -> ssl.SSLContext:
     """Return a context that trusts the system's certificate authorities."""
     return ssl.create_default_context()
+
+
+@cache
+def _commonly_trusting(file: str | None) -> ssl.SSLContext:
+    """Return such a context; raises `OSError` where `SSL_CERT_FILE` names an unusable file, which OpenSSL ignores."""
+    context = ssl.create_default_context()
+    if file:
+        try:
+            context.load_verify_locations(file)
+        except OSError as error:  # also an `ssl.SSLError`
+            raise OSError(f"SSL_CERT_FILE={file} is not a file of certificates in PEM: correct it") from error
+    return context
 
 
 @cache

@@ -286,6 +286,19 @@ async def test_a_broker_that_is_asked_with_tls_or_without_by_mistake_is_said_to_
             await client.create_topic("demo", "news")
 
 
+@pytest.mark.parametrize("features", ["https"], indirect=True)
+@pytest.mark.parametrize("file", ["/nowhere", str(KEY)])
+async def test_a_file_of_authorities_that_cannot_be_used_is_named(
+    features: TestServer, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", file)
+    async with BrokerClient(str(features.make_url("/behind/a/proxy")), "token", patience=0) as client:
+        with pytest.raises(Unavailable, match=f"SSL_CERT_FILE={file} is not a file of certificates in PEM"):
+            await client.features()
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        assert (await client.features()).mesh == "demo"
+
+
 @pytest.fixture
 def proxy() -> Iterator[str]:
     """A proxy with TLS that answers plain HTTP with a page, as nginx does; yields its address."""
