@@ -39,6 +39,7 @@ from nats.protocol.parser import (
     Parser,
 )
 
+from postroom._wire.http import why_unreachable
 from postroom.chassis.config import show_certificate, trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import give_up, read_regular
@@ -163,7 +164,8 @@ class _Events:
         raised = not self._client.is_connected and not self._client.options["allow_reconnect"]  # to the caller
         repeated = str(error) == str(self._client.failure)  # an outage repeats one error at every try
         if self._logged and not raised and not repeated:
-            self._log.warning("nats_error", error=str(error) or type(error).__name__)
+            why = why_unreachable(error, "nats.ca_file") if isinstance(error, OSError) else str(error)
+            self._log.warning("nats_error", error=why or type(error).__name__)
         self._client.failure = error
 
     async def disconnected(self) -> None:

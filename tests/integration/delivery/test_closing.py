@@ -124,8 +124,11 @@ async def test_no_password_is_sent_without_tls_where_the_url_or_the_ca_file_asks
         for scheme, ca_file in (("tls", None), ("tls", trusted), ("nats", trusted)):
             with pytest.raises(Unavailable, match="connecting to NATS: it does not speak TLS"):
                 await secured(plain, scheme, ca_file)
-        with pytest.raises(Unavailable, match=r"not trusted .*: name its authority in nats\.ca_file"):
+        with capture_logs() as log, pytest.raises(Unavailable, match=r"name its authority in nats\.ca_file"):
             await secured(safe, "tls")
+        assert {line["error"] for line in log if line["event"] == "nats_error"} == {
+            "its certificate is not trusted (self-signed certificate): name its authority in nats.ca_file"
+        }
     finally:
         plain.stop()
         safe.stop()
