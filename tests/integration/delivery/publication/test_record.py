@@ -19,6 +19,7 @@ from postroom.delivery.publication import postgres
 from postroom.delivery.publication.postgres import EVENTS, redrive
 from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import RecordSettings
+from postroom.errors import NotFound
 
 
 async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:
@@ -246,6 +247,9 @@ async def test_redriving_by_hand_counts_first_and_then_publishes_again(office: A
 
     assert await drive(since=between, dry_run=True) == 10
     assert await drive(since=between, dry_run=True, confirmed=True) == 12
+    with pytest.raises(NotFound, match="nothing is recorded as published into a stream 'ANOTHER'"):
+        await drive(since=between, dry_run=True, stream="ANOTHER")
+    await office.pool.execute("UPDATE postroom.outbox_events SET stream = 'ANOTHER' WHERE published_at < $1", between)
     assert await drive(since=between, dry_run=True, stream="ANOTHER") == 0
     assert await drive(since=between + timedelta(hours=1)) == 0
     assert await office.unpublished() == 0
