@@ -241,9 +241,13 @@ class NatsClient(Client):
                 writer.transport.abort()
 
     def denied(self, subject: str, since: int) -> Error | None:
-        """Return what the server said where it did not let this user publish to `subject` after `since` denials."""
+        """Return what the server said where it did not let this user publish to `subject` after `since` denials.
+
+        One that ends with a dot is any below it.
+        """
+        begins = f' publish to "{subject.lower()}' + ("" if subject.endswith(".") else '"')
         last = islice(reversed(self._denied), self.denials - since)
-        said = next((said for said in last if said.endswith(f' publish to "{subject.lower()}"')), None)
+        said = next((said for said in last if begins in said), None)
         return None if said is None else Error(f"nats: {said}")
 
     async def request(self, subject: str, *arguments: Any, **options: Any) -> Msg:

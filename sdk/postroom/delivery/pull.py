@@ -24,8 +24,8 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.words import counted
 from postroom.chassis.runtime import in_step, within
-from postroom.delivery.errors import NATS_ERRORS, mapped
-from postroom.delivery.nats import FROM_A_STREAM, api_subject, connection_of, end_if_cancelled
+from postroom.delivery.errors import NATS_ERRORS, from_nats, mapped
+from postroom.delivery.nats import FROM_A_STREAM, NatsClient, api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
@@ -84,7 +84,8 @@ class Pull:
         self._watched = 0.0
         self._stopped = False
         self._stopping = asyncio.Lock()
-        self.trouble: str | None = None  # why nothing arrives
+        self._trouble: str | None = None  # why nothing arrives
+        self._denials = 0, 0  # of the connection at the watch before the last, and at the last
         self._wake = asyncio.Event()
         self._known = asyncio.Event()
 
@@ -136,6 +137,16 @@ class Pull:
             self._known.clear()
         return not self._doubt
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing arrives, or NATS lets this user not ask or acknowledge, to which it answers nothing."""
+        if isinstance(self._connection, NatsClient):
+            acks = f"{FROM_A_STREAM}{self._settings.stream}.{self._settings.durable}."
+            for subject in (self._next, acks):
+                if (error := self._connection.denied(subject, self._denials[0])) is not None:
+                    return str(from_nats(error, f"consuming as {self._settings.durable}"))
+        return self._trouble
+
     async def answer(self, reply: str, text: bytes, epoch: datetime) -> bool:
         """Send an ack of any kind for a message of `epoch`; False where its consumer was deleted, or created again.
 
@@ -165,14 +176,14 @@ class Pull:
         except PostroomError as error:
             if isinstance(error, Conflict) and not error.retryable:
                 raise  # looking again changes nothing
-            if self.trouble != (why := str(error)):  # and not at each look
+            if self._trouble != (why := str(error)):  # and not at each look
                 _log.warning("consumer_unavailable", consumer=self._settings.durable, detail=why, code=error.code)
-            self.trouble = why
+            self._trouble = why
             return False
         if self._epoch not in (None, epoch):
             _log.warning("consumer_recreated", consumer=self._settings.durable, stream=self._settings.stream)
         self._epoch, self._connects, self._asked, self._heard = epoch, connects, 0, _now()
-        self._doubt, self.trouble, self._delivered, self._watched = False, None, -1, _now()
+        self._doubt, self._trouble, self._delivered, self._watched = False, None, -1, _now()
         self._known.set()
         return True
 
@@ -181,20 +192,22 @@ class Pull:
         if _now() - self._watched < WATCH_SECONDS:
             return
         self._watched = _now()
+        if isinstance(self._connection, NatsClient):
+            self._denials = self._denials[1], self._connection.denials
         try:
             info = await self._js.consumer_info(self._settings.stream, self._settings.durable)
         except (*NATS_ERRORS, NotFoundError):
             return  # `sure` notices the silence of the consumer
         before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
         if not info.num_pending or self._delivered != before or self._paused() or info.paused:
-            self.trouble = None
+            self._trouble = None
             return
         waiting = counted(info.num_pending, "message waits", "messages wait")
-        self.trouble = (
+        self._trouble = (
             f"{waiting} in {self._settings.stream} for {self._settings.durable}, and none was "
             f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are claimed or wait for their next attempt"
         )
-        _log.warning("consumer_stalled", consumer=self._settings.durable, detail=self.trouble)
+        _log.warning("consumer_stalled", consumer=self._settings.durable, detail=self._trouble)
         self._asked = 0
 
     async def _find(self) -> datetime:

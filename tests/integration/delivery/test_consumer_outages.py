@@ -12,7 +12,8 @@ import pytest
 from nats.errors import Error
 from structlog.testing import capture_logs
 from support.jetstream import DURABLE, Context, Script
-from support.waiting import until_so
+from support.nats_users import NatsWithUsers
+from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
 from postroom.claims import DONE, Dead, Done
@@ -282,3 +283,36 @@ async def test_a_reader_that_gets_nothing_though_messages_wait_says_so(
         held.set()
         await script.saw(3)
         await until_so(lambda: _is(lambda: consumer.trouble is None), "it says nothing more")
+
+
+@pytest.mark.parametrize("denied", ["$JS.API.CONSUMER.MSG.NEXT.>", "$JS.ACK.>"])
+async def test_a_consumer_that_nats_does_not_let_ask_or_acknowledge_says_so_until_it_may(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch, denied: str
+) -> None:
+    monkeypatch.setattr(pull, "WATCH_SECONDS", 1.0)
+    needed = {"$JS.API.CONSUMER.MSG.NEXT.>", "$JS.ACK.>", "$JS.API.CONSUMER.INFO.>", "$JS.API.CONSUMER.CREATE.>"}
+    allowed = [*(needed - {denied}), "$JS.API.STREAM.INFO.*"]
+    server = NatsWithUsers(short_directory / "nats", {"consumer": (allowed, ["_INBOX.>"])})
+    server.start()
+    admin = await connect(NatsSettings(url=server.url, **FAST), name="test", patience=20)
+    user = await connect(NatsSettings(url=server.url_of("consumer"), **FAST), name="test", patience=20)
+    own = Context(admin)
+    script = Script()
+    try:
+        await own.declare()
+        async with Context(user, own.name).consuming(script, ack_wait_seconds=0.5) as consumer:
+            await own.publish(["a"])
+            said = f'publish to "{denied.removesuffix(">").lower()}'
+            await until(lambda: said in (consumer.trouble or ""))
+            assert "give this user that permission" in str(consumer.trouble)
+            allowed.append(denied)
+            server._write(server._config())
+            assert server.process is not None
+            os.kill(server.process.pid, signal.SIGHUP)  # it reads its config again
+            await own.settled()
+            await until(lambda: consumer.trouble is None)
+    finally:
+        await user.close()
+        await admin.close()
+        server.stop()
+    assert set(script.ids()) == {"a"}
