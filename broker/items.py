@@ -6,7 +6,7 @@ Each handles one message at a time, so that other batches get their turn in betw
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from typing import Annotated, Any, Final, NamedTuple, NoReturn
@@ -229,7 +229,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
     )
 
 
-def _event_version(kind: DestinationKind, meta: dict[str, Any]) -> int:
+def _event_version(kind: DestinationKind, meta: Mapping[str, Any]) -> int:
     version = meta.get("event_version", 1)
     if kind != "topic":
         return 1
@@ -239,7 +239,7 @@ def _event_version(kind: DestinationKind, meta: dict[str, Any]) -> int:
     return version
 
 
-def _mentions(meta: dict[str, Any]) -> list[str]:
+def _mentions(meta: Mapping[str, Any]) -> list[str]:
     if "mentions" not in meta:
         return []
     try:

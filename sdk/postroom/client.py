@@ -88,7 +88,7 @@ class AsyncClient(Calls):
         to: str,
         body: arguments.Body = None,
         *,
-        meta: dict[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
         priority: Priority = "next",
         reply_to: str | None = None,
         mentions: Sequence[str] | None = None,
@@ -98,6 +98,7 @@ class AsyncClient(Calls):
     ) -> SendResult:
         """Send one message; when this returns, the message is on disk and will be sent whatever happens.
 
+        `body` is text, bytes, or a dict or a list, which is sent as JSON (`msgspec.to_builtins` makes one of a class).
         Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
         last two the message may still have been kept: send it again under the error's `client_message_id`.
         """

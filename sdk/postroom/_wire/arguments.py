@@ -20,7 +20,7 @@ from postroom._wire.ids import new_id
 from postroom._wire.message import MAX_DEPTH, Priority, SendRequest, refuse
 from postroom._wire.words import not_text
 
-Body = str | bytes | bytearray | memoryview | dict[str, Any] | list[Any] | None
+Body = str | bytes | bytearray | memoryview | Mapping[str, Any] | list[Any] | None  # a TypedDict is a Mapping alone
 
 BYTES: Final = (bytes, bytearray, memoryview)
 META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
@@ -104,7 +104,7 @@ def compose(
     to: str,
     body: Body = None,
     *,
-    meta: dict[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
     priority: Priority = "next",
     reply_to: str | None = None,
     mentions: Sequence[str] | None = None,
@@ -122,18 +122,18 @@ def compose(
         refuse("invalid_field", f"mentions must be a list of members, not {type(mentions).__name__}", "mentions")
     if isinstance(client_message_id, UUID):
         client_message_id = str(client_message_id)
-    if isinstance(body, (dict, list)):
-        body = _json_text(body)
+    if isinstance(body, (Mapping, list)):
+        body = _json_text(body if isinstance(body, list) else dict(body))
     given: Any = body
     if not isinstance(given, str | bytes | bytearray | memoryview | None):
         rule = "the body must be text, bytes, or a dict or a list to send as JSON"
-        sentence = f"{rule}, not {type(given).__name__}: encode it first, as with json.dumps"
-        refuse("invalid_field", sentence, "body")
+        way = "msgspec.to_builtins(…) makes a dict of a dataclass or a Struct, json.dumps(…) a text of other values"
+        refuse("invalid_field", f"{rule}, not {type(given).__name__}: {way}; give one of these", "body")
     return SendRequest(
         to=to,
         body=body if isinstance(body, str) else None,
         body_base64=None if body is None or isinstance(body, str) else base64.b64encode(bytes(body)).decode(),
-        meta=meta,
+        meta=dict(meta) if isinstance(meta, Mapping) else meta,
         priority=priority,
         reply_to=reply_to,
         mentions=None if mentions is None else list(mentions),

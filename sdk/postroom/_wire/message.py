@@ -9,7 +9,7 @@ import binascii
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -70,7 +70,7 @@ class SendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     to: To
     body: str | None = None
     body_base64: str | None = None
-    meta: dict[str, Any] | None = None
+    meta: Mapping[str, Any] | None = None
     priority: Priority = "next"
     reply_to: Id | None = None
     mentions: Mentions | None = None
@@ -87,7 +87,7 @@ class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     to: str
     body: str | None = None
     body_base64: str | None = None
-    meta: dict[str, Any] | None = None
+    meta: Mapping[str, Any] | None = None
     priority: Priority = "next"
     reply_to: str | None = None
     traceparent: str | None = None
@@ -401,7 +401,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return decoded
 
 
-def _check_size(meta: dict[str, Any]) -> None:
+def _check_size(meta: Mapping[str, Any]) -> None:
     """Refuse a meta that is nested too deep or holds too many values, before anything else walks it."""
     level: list[Any] = [meta]
     values = 0

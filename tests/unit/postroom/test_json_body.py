@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,6 +22,16 @@ from postroom._wire.arguments import compose, encode, to_json
 from postroom._wire.message import prepare
 from postroom.testing import FakeAsyncClient, FakeClient
 from postroom.transaction import emit
+
+
+@dataclass
+class Order:
+    number: int
+
+
+class OrderOfMsgspec(msgspec.Struct):
+    number: int
+
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -99,3 +114,48 @@ def test_a_value_that_holds_itself_or_is_too_deep_is_refused() -> None:
 def test_any_other_body_is_refused(body: Any) -> None:
     with pytest.raises(InvalidMessage, match="a dict or a list to send as JSON"):
         FakeClient().send("topic:orders", body)
+
+
+@pytest.mark.parametrize("body", [Order(17), OrderOfMsgspec(17)], ids=["dataclass", "struct"])
+def test_a_body_of_a_class_says_how_it_becomes_a_dict(body: Any) -> None:
+    client = FakeClient()
+    with pytest.raises(InvalidMessage, match=r"msgspec\.to_builtins") as caught:
+        client.send("topic:orders", body)
+    assert (caught.value.code, client.sent) == ("invalid_field", [])
+    client.send("topic:orders", msgspec.to_builtins(body))
+    assert client.sent[0].json() == {"number": 17}
+
+
+def test_any_mapping_is_sent_as_a_dict_is() -> None:
+    client = FakeClient()
+    for of in (dict, MappingProxyType):
+        client.send("topic:orders", of({"number": 17}), meta=of({"a": 1}), client_message_id="order-17")
+    assert (client.sent[0].json(), client.sent[0].meta, len(client.sent)) == ({"number": 17}, {"a": 1}, 1)
+
+
+TYPED = """
+from typing import TypedDict
+
+from postroom import AsyncClient, Client, SendRequest
+from postroom.testing import FakeClient
+
+Order = TypedDict("Order", {"number": int})
+Meta = TypedDict("Meta", {"event_version": int})
+order: Order = {"number": 17}
+meta: Meta = {"event_version": 2}
+
+
+async def send(post: AsyncClient, blocking: Client, fake: FakeClient) -> None:
+    await post.send("topic:orders", order, meta=meta)
+    blocking.send("topic:orders", [order], meta=meta)
+    fake.send("topic:orders", {"order": order, "at": None})
+    list(fake.send_many([SendRequest(to="topic:orders", meta=meta)]))
+"""
+
+
+def test_a_type_checker_takes_a_typed_dict_for_a_dict(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(TYPED)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "shop.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout) == (0, "Success: no issues found in 1 source file\n"), checked
