@@ -177,8 +177,9 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
 
     The key is one of `postroom.once` (tenant: the mesh, topic: the event type, group: the consumer), where operators
     see it. Raises `InvalidMessage` (`no_consumer`) for a request that names no consumer. Entering raises `KeyHeld`
-    where another worker holds the key by a lease, leaving `PostroomError` (`transaction_ended`) where the transaction
-    has ended within the block.
+    where another worker holds the key by a lease, and `PostroomError` (`already_in_hand`) where this transaction has
+    the message in hand: in a block around this one, or in one that failed. Leaving raises `PostroomError`
+    (`transaction_ended`) where the transaction has ended within the block.
     """
     given: Any = request
     if not isinstance(given, HandlerRequest):
@@ -225,6 +226,10 @@ class Handling:
         if state == "held":
             detail = f"{self._scope} is held by another worker: try again"
             raise KeyHeld.of("key_held", detail, retryable=True)
+        if state == "nested":
+            sentence = "is in hand in this transaction already: do not put a block of `inbox` in another of its message"
+            rest = "and after one that failed roll back, at least to a savepoint, before the next"
+            raise PostroomError.of("already_in_hand", f"{self._scope} {sentence}, {rest}")
         if state == "done":
             self._claim = Claim(Done(Result(encoding, bytes.fromhex(result))))
         else:

@@ -343,6 +343,30 @@ async def test_a_commit_within_the_block_is_refused(shop: str) -> None:
     assert (await handle(way, shop, request()))["order"] == 0
 
 
+async def test_a_block_within_a_block_of_the_same_message_is_refused_before_it_does_anything(shop: str, way: Way) -> None:
+    with pytest.raises(PostroomError, match="do not put a block of `inbox` in another of its message") as refused:
+        async with way.transaction(shop) as connection, handling(way, connection, request()):
+            async with handling(way, connection, request()):
+                raise AssertionError
+    assert refused.value.code == "already_in_hand"
+    assert await handle(way, shop, request()) == {"order": 0, "bytes": "ü"}
+
+
+async def test_a_block_that_failed_runs_again_in_its_transaction_once_it_is_rolled_back(shop: str) -> None:
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        with pytest.raises(ZeroDivisionError):
+            async with connection.transaction(), inbox(connection, request()):
+                raise ZeroDivisionError
+        async with inbox(connection, request()) as claim:
+            assert claim.first
+        with pytest.raises(ZeroDivisionError):
+            async with inbox(connection, request("m-2")):
+                raise ZeroDivisionError
+        with pytest.raises(PostroomError, match="roll back, at least to a savepoint"):
+            async with inbox(connection, request("m-2")):
+                raise AssertionError
+
+
 async def test_a_key_that_was_taken_under_a_clock_ahead_is_free_once_that_is_right(shop: str) -> None:
     (way,) = (each for each in WAYS if each.name == "asyncpg")
     async with await psycopg.AsyncConnection.connect(shop) as connection:

@@ -47,7 +47,8 @@ CREATE TABLE postroom.operator_log (
 -- Both run with their owner's rights: a service needs no right to the registry's tables.
 
 -- Takes a key in hand, once every other transaction that has it in hand has ended. `state` is 'run' for the one that has to do it
--- now, 'done' with the result where it was done before, and 'held' where somebody else holds it by a lease.
+-- now, 'done' with the result where it was done before, 'held' where somebody else holds it by a lease, and 'nested' where this
+-- transaction has it in hand already.
 CREATE FUNCTION postroom.begin_handling(
   tenant text, topic text, consumer text, key text,
   OUT state text, OUT attempts integer, OUT last_error text, OUT encoding text, OUT result bytea
@@ -60,14 +61,15 @@ BEGIN
   ON CONFLICT (tenant, topic, consumer_group, key) DO UPDATE
   SET state = 'PENDING', owner = excluded.owner, attempts = known.attempts + 1, begun_at = excluded.begun_at,
     lease_until = excluded.lease_until, settled_at = NULL
-  WHERE known.state = 'FAILED' OR known.state = 'PENDING' AND (
+  WHERE known.state = 'FAILED' OR known.state = 'PENDING' AND known.owner <> excluded.owner AND (
     known.lease_until <= clock_timestamp() OR known.begun_at > clock_timestamp() + interval '1 minute'  -- by a clock ahead
   )
   RETURNING 'run', known.attempts, known.last_error INTO begin_handling.state, begin_handling.attempts, begin_handling.last_error;
   IF FOUND THEN
     RETURN;
   END IF;
-  SELECT CASE known.state WHEN 'COMMITTED' THEN 'done' ELSE 'held' END, known.attempts, known.encoding, known.result
+  SELECT CASE WHEN known.state = 'COMMITTED' THEN 'done' WHEN known.owner = 'transaction ' || pg_current_xact_id() THEN 'nested'
+    ELSE 'held' END, known.attempts, known.encoding, known.result
   INTO begin_handling.state, begin_handling.attempts, begin_handling.encoding, begin_handling.result
   FROM postroom_once.idempotency_keys AS known
   WHERE (known.tenant, known.topic, known.consumer_group, known.key) = ($1, $2, $3, $4);
