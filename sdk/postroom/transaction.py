@@ -40,7 +40,7 @@ from postroom.once import Claim, Done, KeyHeld, Result, Run, Scope
 __all__ = ["AsyncConnection", "Handling", "emit", "emit_command", "inbox"]
 
 _QUERIES: Final = load_queries("postroom", "transaction.sql")
-_REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): ([^\n]*)")
+_REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): (.*)")
 _ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
@@ -279,12 +279,9 @@ async def _ask(driver: Driver, query: str, values: Values) -> Sequence[Any]:
 
 def _refusal(error: Exception) -> PostroomError | None:
     """Return our error for one of Postgres, from any driver; None where the driver's own should be raised."""
-    if (refused := _REFUSED.search(str(error))) is not None:
+    state, said = _of_postgres(error)
+    if (refused := _REFUSED.search(said)) is not None:
         return InvalidMessage.of(refused[1].lower(), refused[2])
-    wrapped = getattr(error, "orig", None)  # SQLAlchemy's; Django's is the cause, and so is asyncpg's of SQLAlchemy's
-    chain = error, error.__cause__, wrapped, getattr(wrapped, "__cause__", None)
-    codes = (getattr(one, name, None) for one in chain for name in ("sqlstate", "pgcode"))  # the latter is psycopg2's
-    state = next((code for code in codes if code is not None), "")
     if state in _ABSENT:
         sentence = "this database has no outbox of events: run `postroom outbox install --database URL`"
         return PostroomError.of("outbox_absent", sentence)
@@ -292,8 +289,21 @@ def _refusal(error: Exception) -> PostroomError | None:
         sentence = "the role of this connection may not use the outbox: run `postroom outbox install --role ROLE`"
         return NotPermitted.of("not_granted", sentence)
     if state.startswith(_WRONG_VALUE):
-        return InvalidMessage.of("invalid_event", f"Postgres cannot read a value of the event: {error}")
+        return InvalidMessage.of("invalid_event", f"Postgres cannot read a value of the event: {said}")
     return None
+
+
+def _of_postgres(error: Exception) -> tuple[str, str]:
+    """Return the SQLSTATE of what Postgres refused and the line that it said, from any driver; else two empty texts."""
+    wrapped = getattr(error, "orig", None)  # SQLAlchemy's; Django's is the cause, and so is asyncpg's of SQLAlchemy's
+    for one in (getattr(wrapped, "__cause__", None), wrapped, error.__cause__, error):
+        fields = next(iter(getattr(one, "args", ())), None)
+        if isinstance(fields, dict) and "C" in fields:  # pg8000's, by the letters of Postgres's protocol
+            return fields["C"], fields.get("M", "")
+        state = getattr(one, "sqlstate", None) or getattr(one, "pgcode", None)  # the latter is psycopg2's
+        if state is not None:
+            return state, str(one).partition("\n")[0]
+    return "", ""
 
 
 def _json(payload: Any) -> str:

@@ -16,6 +16,7 @@ import django.conf
 import django.db
 import psycopg
 import psycopg2
+import psycopg2.extensions
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -110,7 +111,22 @@ def _async_sqlalchemy(driver: str, *, session: bool, **options: Any) -> Callable
     return lend
 
 
-def _sqlalchemy(kind: str, driver: Any = psycopg, **options: Any) -> Callable[[str], Any]:
+class _Pg8000Error(psycopg2.DatabaseError):
+    """An error of Postgres as pg8000 raises it: the fields of the answer as a dict, and no attribute."""
+
+
+class _Pg8000Cursor(psycopg2.extensions.cursor):
+    def execute(self, *given: Any) -> None:
+        try:
+            super().execute(*given)
+        except psycopg2.Error as error:
+            said = {"S": "ERROR", "C": error.pgcode, "M": error.diag.message_primary, "W": error.diag.context}
+            raise _Pg8000Error(said) from None
+
+
+def _sqlalchemy(
+    kind: str, driver: Any = psycopg, connecting: dict[str, Any] | None = None, **options: Any
+) -> Callable[[str], Any]:
     @contextlib.contextmanager
     def lent(engine: sqlalchemy.Engine) -> Iterator[Any]:
         if kind == "connection":
@@ -130,7 +146,7 @@ def _sqlalchemy(kind: str, driver: Any = psycopg, **options: Any) -> Callable[[s
     @asynccontextmanager
     async def lend(url: str) -> AsyncIterator[Any]:
         dialect = f"postgresql+{driver.__name__}://"
-        engine = sqlalchemy.create_engine(dialect, creator=lambda: driver.connect(url), **options)
+        engine = sqlalchemy.create_engine(dialect, creator=lambda: driver.connect(url, **(connecting or {})), **options)
         try:
             with lent(engine) as connection:
                 yield connection
@@ -183,6 +199,12 @@ WAYS = (
         "sqlalchemy-psycopg2",
         _sqlalchemy("session", psycopg2),
         _sqlalchemy("session", psycopg2, **_AUTOCOMMIT),
+        asynchronous=False,
+    ),
+    Way(
+        "sqlalchemy-errors-of-pg8000",
+        _sqlalchemy("session", psycopg2, {"cursor_factory": _Pg8000Cursor}),
+        _sqlalchemy("session", psycopg2, {"cursor_factory": _Pg8000Cursor}, **_AUTOCOMMIT),
         asynchronous=False,
     ),
     Way("django", _django, _django_bare, asynchronous=False),
