@@ -226,7 +226,8 @@ class Flow:
         if len(name) > _MOST_FLOW_NAME:
             raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
         if name == SPARK_WRITE:
-            raise _invalid(f"the flow cannot be named {name!r}: that name is reserved for writes of Spark")
+            rule = "that name is reserved for writes of Spark, whose driver starts and finishes their jobs"
+            raise _invalid(f"no worker runs a flow named {name!r}: {rule}; use another name")
         self.name = name
         self.threshold = threshold
         self.completion: Handler | None = None  # the function that runs once per job, at the end, if the flow has one

@@ -31,6 +31,7 @@ from postroom._wire.words import when
 from postroom.chassis.clock import DatabaseClock
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool, count_changed, rest_since, uuid_of
 from postroom.errors import Conflict, InvalidMessage, NotFound
+from postroom.flow import Flow
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
 
@@ -58,10 +59,12 @@ _SWEEP_SECONDS: Final = 3600.0  # between two sweeps
 async def start(connection: Connection, job: Start) -> bool:
     """Begin a job; returns False where the same job was begun before, even if it was removed since.
 
-    Raises `Conflict` where the id belongs to another job, or to one with another request, and `InvalidMessage` where
-    the name of the mesh is not valid, or Postgres cannot store the request.
+    Raises `Conflict` where the id belongs to another job, or to one with another request, `InvalidFlow` where there can
+    be no flow of that name, and `InvalidMessage` where the name of the mesh is not valid, or Postgres cannot store the
+    request.
     """
     mesh = job.context
+    Flow(job.flow, threshold=job.threshold)  # which refuses the names that no worker runs
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:

@@ -153,6 +153,13 @@ def test_a_start_by_names_needs_no_code_of_the_flow(office: Office) -> None:
     assert tuple(row) == (1, "extract")
 
 
+@pytest.mark.parametrize(("flow", "why"), [("spark-write", "writes of Spark"), ("a" * 60, "at most 58")])
+def test_a_start_of_what_no_worker_can_run_is_refused(office: Office, flow: str, why: str) -> None:
+    refused = office.user.run("jobs", "start", flow, "--first", "write")
+    assert (refused.code, why in refused.err, refused.out) == (2, True, ""), refused
+    assert not office.user.run("jobs", "list", "--flow", flow, "--json").json
+
+
 def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, flow: str) -> None:
     (started,) = office.user.run("jobs", "start", flow, "--request", "-", "--json", stdin='{"day": 2}').json
     assert (started["flow"], started["mesh"], started["started"]) == ("nightly-export", "sea", True)
