@@ -10,9 +10,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from pyspark.sql import DataFrame, SparkSession
 
-from pipeline.runner import Outcome, Struct, submitted
+from pipeline.runner import Outcome, Struct, own_sentences, submitted
+from postroom.chassis.exits import Fatal
 from postroom.spark.formats import Sink
 
+_OF_ENDING: Final = {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json", "parquet": "parquet"}
+_NOT_PARQUET: Final = re.compile(r"(\S+) is not a Parquet file")
 _OF_READING: Final = frozenset({"input", "format"})
 _RFC_4180: Final = {"header": "true", "escape": '"', "multiLine": "true"}
 _UNNAMED: Final = re.compile(r"_c\d+")  # Spark's name of a column without one, such as the index that pandas writes
@@ -23,7 +26,8 @@ class Options(Struct, kw_only=True):
 
     input: Annotated[str, msgspec.Meta(description="the data: a file, a directory or a pattern")]
     format: Annotated[
-        Literal["parquet", "csv", "json"] | None, msgspec.Meta(description="its format [default: by its ending]")
+        Literal["parquet", "csv", "json"] | None,
+        msgspec.Meta(description="its format [default: by its ending, else parquet]"),
     ] = None
     id: Annotated[str, msgspec.Meta(description="the column, or columns with commas, that name a row")]
     to: Annotated[str | None, msgspec.Meta(description="the destination of all rows, as topic:orders")] = None
@@ -58,10 +62,18 @@ def read(spark: SparkSession, options: Options) -> DataFrame:
     CSV is by RFC 4180, with a header and as text.
     """
     ending = options.input.rstrip("/").removesuffix(".gz").rpartition(".")[2].lower()
-    kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
+    said = options.format or _OF_ENDING.get(ending)
+    kind = said or "parquet"
     chosen = {"csv": _RFC_4180, "parquet": {"mergeSchema": "true"}}.get(kind, {})  # else the columns of one file alone
     reading = spark.read.format(kind).options(mode="FAILFAST", **chosen)
-    rows = reading.load(options.input)
+    try:
+        with own_sentences():
+            rows = reading.load(options.input)
+    except Fatal as error:
+        if said is not None or (found := _NOT_PARQUET.search(str(error))) is None:
+            raise
+        assumed = f"{options.input} has no ending that says its format, so it was read as Parquet"
+        raise Fatal(error.exit_code, f"{assumed}, which {found[1]} is not: give format=csv or format=json") from error
     if kind != "csv" or any(map(_UNNAMED.fullmatch, rows.columns)):
         return rows
     # else Spark would take the columns of each further file by their place, and rename those with one name

@@ -253,6 +253,7 @@ def test_a_backfill_sends_the_columns_of_every_parquet_file(
         ("twice.csv", "the header of .*twice.csv must have each name once, .*: it is order_id, what, what"),
         ("orders.csv", "the header of .*[ab].csv must have .* in one order: it is (order_id, what|what, order_id)"),
         ("damaged.parquet", "error while reading file .*damaged.parquet"),
+        ("directory", "no ending that .* read as Parquet, which file:.*directory/a is not: give format=csv or format="),
         ("twice.json", "The column `a` already exists"),
         ("missing.json", "Path does not exist: file:.*missing.json"),
         ("noon 12:00.csv", "a colon in its name: rename noon 12:00.csv"),
@@ -268,6 +269,8 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     (tmp_path / "orders.csv").mkdir()
     (tmp_path / "orders.csv" / "a.csv").write_text("order_id,what\n" + "1,apples\n" * 1000)
     (tmp_path / "orders.csv" / "b.csv").write_text("what,order_id\n")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "a").write_text("order_id,what\n1,apples\n")
     times = pa.array([0], pa.timestamp("ns"))
     parquet.write_table(pa.table({"order_id": [1], "at": times}), tmp_path / "nanoseconds.parquet")
     (tmp_path / "other.parquet").mkdir()
