@@ -13,7 +13,7 @@ CREATE TABLE inbox (
     CONSTRAINT received_once UNIQUE (mesh, sender, client_message_id)
 );
 
-CREATE INDEX inbox_by_sender ON inbox (sender, position);
+CREATE INDEX inbox_by_sender ON inbox (sender, position, destination);  -- which a reader may ask for too
 CREATE INDEX inbox_by_destination ON inbox (destination, position);
 CREATE INDEX inbox_by_age ON inbox (received_at);
 

@@ -15,8 +15,9 @@ SELECT seq FROM sqlite_sequence WHERE name = 'inbox';
 SELECT max(position) FROM pruned;
 
 -- name: since
--- The position before the first message received at a moment or later; NULL where there is none.
-SELECT min(position) - 1 FROM inbox WHERE received_at >= :since;
+-- The position before the first message received at a moment or later; NULL where there is none. (`+`: by the index of times,
+-- since the order of positions leads through every message before it.)
+SELECT min(+position) - 1 FROM inbox WHERE received_at >= :since;
 
 -- name: page
 -- Messages after a position, in order.

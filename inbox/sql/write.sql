@@ -49,12 +49,12 @@ SELECT max(position) FROM (
 );
 
 -- name: note_pruned
--- Remember of each mesh which messages go.
+-- Remember of each mesh which messages go. (`+`: by position, since the others lead through everything that is old.)
 INSERT INTO pruned (mesh, history_id, position)
-SELECT mesh, max(history_id), max(position) FROM inbox WHERE received_at < :before AND position <= :last GROUP BY mesh
+SELECT mesh, max(history_id), max(position) FROM inbox WHERE +received_at < :before AND position <= :last GROUP BY +mesh
 ON CONFLICT (mesh) DO UPDATE
 SET history_id = max(history_id, excluded.history_id), position = max(position, excluded.position);
 
 -- name: prune
--- Delete old messages.
-DELETE FROM inbox WHERE received_at < :before AND position <= :last;
+-- Delete old messages, found in the same way.
+DELETE FROM inbox WHERE +received_at < :before AND position <= :last;

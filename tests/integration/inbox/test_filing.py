@@ -10,7 +10,7 @@ import pytest
 from support.inboxes import message
 from support.outboxes import START, Clock, opened
 
-from inbox import Inbox, MessageFilter
+from inbox import _READ, _WRITE, Inbox, MessageFilter
 from postroom._wire.sends import InboxMessage
 from postroom.errors import InvalidMessage, TryAgain
 
@@ -110,6 +110,30 @@ async def test_retention_deletes_what_is_old_and_nothing_else(inbox: Inbox, cloc
     assert (await inbox.page(str(last.position - 1), None, 1)).deleted_to == last.position
     assert await bodies(inbox) == ["message 3000"]
     assert await inbox.prune(clock.now) == 0
+
+
+async def test_where_a_time_begins_and_what_is_old_is_found_without_a_look_at_all_messages(
+    inbox: Inbox, database: Path, clock: Clock
+) -> None:
+    many = 3000
+    await inbox.file([message(number) for number in range(1, many + 1)])
+    clock.now += DAY * 1000
+    await inbox.file([message(many + 1)])
+    with opened(database) as db:
+        (first,) = db.execute("SELECT min(position) FROM inbox").fetchone()
+        values = {"since": clock.now, "before": clock.now, "limit": 10, "last": first + 9}
+        for name, queries in (("since", _READ), ("old", _WRITE), ("note_pruned", _WRITE), ("prune", _WRITE)):
+            steps = 0
+
+            def count() -> int:
+                nonlocal steps
+                steps += 1
+                return 0
+
+            db.set_progress_handler(count, 1)
+            db.execute(queries[name], values).fetchall()
+            db.set_progress_handler(None, 1)
+            assert steps < many, (name, steps)
 
 
 async def test_a_clock_that_is_behind_makes_nothing_old(inbox: Inbox, clock: Clock) -> None:
