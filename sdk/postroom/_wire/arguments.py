@@ -127,8 +127,9 @@ def compose(
     given: Any = body
     if not isinstance(given, str | bytes | bytearray | memoryview | None):
         rule = "the body must be text, bytes, or a dict or a list to send as JSON"
-        way = "msgspec.to_builtins(…) makes a dict of a dataclass or a Struct, json.dumps(…) a text of other values"
-        refuse("invalid_field", f"{rule}, not {type(given).__name__}: {way}; give one of these", "body")
+        made = "msgspec.to_builtins(…) makes a dict of a dataclass or a Struct, model_dump(mode='json') of a model"
+        text = "of Pydantic, json.dumps(…) a text of other values"
+        refuse("invalid_field", f"{rule}, not {type(given).__name__}: {made} {text}; give one of these", "body")
     return SendRequest(
         to=to,
         body=body if isinstance(body, str) else None,
@@ -178,7 +179,8 @@ def plain_scalar(value: Any) -> Any:
         return float(value)
     if isinstance(value, msgspec.Raw):  # which is JSON already
         return None
-    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+    way = "as model_dump(mode='json') does of a Pydantic model"
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON: make a dict or a text of it first, {way}")
 
 
 def with_id(request: SendRequest) -> SendRequest:

@@ -126,6 +126,12 @@ def test_a_body_of_a_class_says_how_it_becomes_a_dict(body: Any) -> None:
     assert client.sent[0].json() == {"number": 17}
 
 
+@pytest.mark.parametrize("payload", [object(), {"order": object()}], ids=["itself", "within"])
+def test_a_payload_of_a_class_without_json_says_what_to_make_of_it(payload: Any) -> None:
+    with pytest.raises(InvalidMessage, match=r"of type object is not JSON: make a dict or a text .* model_dump"):
+        emit(None, "demo", "order_placed", payload, aggregate_type="order", aggregate_id=1)
+
+
 def test_any_mapping_is_sent_as_a_dict_is() -> None:
     client = FakeClient()
     for of in (dict, MappingProxyType):
