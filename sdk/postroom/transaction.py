@@ -44,6 +44,7 @@ _REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): (.*
 _ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
+_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON has it
 _REPLAY: Final = re.compile(r"~[A-Za-z0-9_-]+\.[0-9]+$")
 
 
@@ -176,10 +177,10 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
     handle a message.
 
     The key is one of `postroom.once` (tenant: the mesh, topic: the event type, group: the consumer), where operators
-    see it. Raises `InvalidMessage` (`no_consumer`) for a request that names no consumer. Entering raises `KeyHeld`
-    where another worker holds the key by a lease, and `PostroomError` (`already_in_hand`) where this transaction has
-    the message in hand: in a block around this one, or in one that failed. Leaving raises `PostroomError`
-    (`transaction_ended`) where the transaction has ended within the block.
+    see it. Raises `InvalidMessage` for a request that names no consumer (`no_consumer`) or no message (`invalid_key`).
+    Entering raises `KeyHeld` where another worker holds the key by a lease, and `PostroomError` (`already_in_hand`)
+    where this transaction has the message in hand: in a block around this one, or in one that failed. Leaving raises
+    `PostroomError` (`transaction_ended`) where the transaction has ended within the block.
     """
     given: Any = request
     if not isinstance(given, HandlerRequest):
@@ -190,6 +191,9 @@ def inbox(connection: Any, request: HandlerRequest, *, consumer: str | None = No
         detail = "the request does not say which consumer made it: pass inbox(…, consumer='billing')"
         raise InvalidMessage.of("no_consumer", detail)
     key = _REPLAY.sub("", request.message_id)
+    if not key:
+        detail = "the request has no message_id, by which a repeated delivery is known: answer 422"
+        raise InvalidMessage.of("invalid_key", detail, field="message_id")
     return Handling(driver_of(connection), Scope(request.mesh, request.event_type, key, name))
 
 
@@ -308,9 +312,12 @@ def _of_postgres(error: Exception) -> tuple[str, str]:
 
 def _json(payload: Any) -> str:
     try:
-        return to_json(payload).decode()
+        text = to_json(payload).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
+    if _NUL.search(text):
+        raise InvalidMessage.of("invalid_event", f"payload {CANNOT_STORE}", field="payload")
+    return text
 
 
 def _moment(moment: datetime) -> str:

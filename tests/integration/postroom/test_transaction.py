@@ -189,6 +189,16 @@ async def test_a_character_that_no_database_can_store_is_refused_whatever_the_dr
     assert (refused.value.code, await counts(shop)) == ("invalid_event", (1, 0))
 
 
+async def test_a_nul_in_a_payload_is_refused_but_not_the_text_of_its_escape(shop: str) -> None:
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        for payload in ("a\0b", {"\\\0": 1}):
+            with pytest.raises(InvalidMessage, match="payload contains a NUL") as refused:
+                await emit(connection, "demo", "a", payload, aggregate_type="a", aggregate_id=1)
+            assert refused.value.code == "invalid_event"
+        await emit(connection, "demo", "a", "\\u0000", aggregate_type="a", aggregate_id=1)
+    assert await fetch(owner_of(shop), "SELECT payload #>> '{}' FROM postroom.outbox_events") == "\\u0000"
+
+
 def test_a_database_that_is_not_a_postgres_is_refused_as_such() -> None:
     engine = sqlalchemy.create_engine("sqlite://")
     with engine.connect() as connection, pytest.raises(TypeError, match="is sqlite: the outbox is in Postgres"):
@@ -419,6 +429,14 @@ async def test_a_request_of_no_consumer_needs_a_name(shop: str) -> None:
         with pytest.raises(InvalidMessage, match="consumer='billing'") as refused:
             inbox(connection, request(consumer=None))
     assert refused.value.code == "no_consumer"
+
+
+async def test_a_request_of_no_message_is_refused(shop: str) -> None:
+    async with await psycopg.AsyncConnection.connect(shop) as connection:
+        for message_id in ("", "~billing.1"):
+            with pytest.raises(InvalidMessage, match="the request has no message_id") as refused:
+                inbox(connection, request(message_id))
+            assert refused.value.code == "invalid_key"
 
 
 async def test_what_is_no_request_is_refused_with_what_makes_one(shop: str) -> None:
