@@ -102,7 +102,11 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("invalid_outbox", {"event_version": 0}, "the version 0 is not a number from 1 to 999999999"),
     ("future_event", {"occurred_at": datetime.now(UTC) + timedelta(hours=1)}, "more than a minute ahead"),
     ("invalid_event", {"causation_id": "not one"}, "Postgres cannot read a value of the event"),
-    ("invalid_outbox", {"aggregate_id": None}, "the event has no aggregate"),
+    (
+        "invalid_outbox",
+        {"aggregate_id": None},
+        "the event has no aggregate: give its type and its id, which a new object of an ORM",
+    ),
 )
 
 

@@ -126,7 +126,8 @@ DECLARE
   problem text := CASE
     WHEN id IS NULL THEN 'the event has no id'
     WHEN coalesce(event_type, '') = '' THEN 'the event has no type'
-    WHEN coalesce(aggregate_type, '') = '' OR coalesce(aggregate_id, '') = '' THEN 'the event has no aggregate'
+    WHEN coalesce(aggregate_type, '') = '' OR coalesce(aggregate_id, '') = ''
+      THEN 'the event has no aggregate: give its type and its id, which a new object of an ORM has once it is flushed'
     WHEN payload IS NULL THEN 'the event has no payload'
     WHEN occurred_at IS NULL THEN 'the event has no time'
     WHEN occurred_at < '0001-01-01 00:00:00+00' THEN format('the time %s is before the year 1', occurred_at)
