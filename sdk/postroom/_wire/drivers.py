@@ -70,7 +70,7 @@ class SqlAlchemy:
     """A session or a connection of SQLAlchemy, asynchronous or not, over any of its drivers."""
 
     def __init__(self, connection: Any) -> None:
-        self.asynchronous = inspect.iscoroutinefunction(connection.execute)
+        self.asynchronous = hasattr(connection, "stream")  # of each of the asynchronous ones, and of no other
         self._connection = connection
 
     async def in_transaction(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import subprocess
@@ -17,6 +18,7 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from support.applications import application_database, as_role, fetch, owner_of, role_of
 from support.drivers import WAYS, Way, execute
 from support.waiting import until_so
@@ -157,6 +159,24 @@ async def test_a_driver_that_is_unreachable_says_it_in_its_own_words(shop: str) 
         await place(connection, 17)
     await connection.close()
     assert await counts(shop) == (0, 0)
+
+
+class DecoratedSession(AsyncSession):
+    """A session whose `execute` is a plain function that returns what is awaited, as SQLModel's is."""
+
+    @functools.wraps(AsyncSession.execute)
+    def execute(self, *given: Any, **named: Any) -> Any:
+        return super().execute(*given, **named)
+
+
+async def test_a_session_whose_methods_are_decorated_is_awaited_all_the_same(shop: str) -> None:
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=lambda: asyncpg.connect(shop))
+    async with DecoratedSession(engine) as session, session.begin():
+        await done(emit(session, "demo", "order_placed", {}, aggregate_type="order", aggregate_id=17))
+        async with inbox(session, request()) as claim:
+            assert claim.first
+    await engine.dispose()
+    assert await counts(shop) == (0, 1)
 
 
 async def test_codecs_and_row_factories_of_the_caller_change_nothing(shop: str) -> None:
