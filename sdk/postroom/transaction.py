@@ -28,7 +28,7 @@ from datetime import datetime
 from typing import Any, Final, Protocol, Required, TypedDict, Unpack, overload
 from uuid import UUID, uuid4
 
-from postroom._wire.arguments import to_json
+from postroom._wire.arguments import event_json
 from postroom._wire.drivers import Driver, Values, driver_of
 from postroom._wire.sockets import run_to_end
 from postroom._wire.sql import load_queries
@@ -311,10 +311,7 @@ def _of_postgres(error: Exception) -> tuple[str, str]:
 
 
 def _json(payload: Any) -> str:
-    try:
-        text = to_json(payload).decode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
+    text = event_json(payload).decode()
     if _NUL.search(text):
         raise InvalidMessage.of("invalid_event", f"payload {CANNOT_STORE}", field="payload")
     return text

@@ -19,6 +19,7 @@ from postroom._wire.fingerprint import NotCanonical, canonical_json
 from postroom._wire.ids import new_id
 from postroom._wire.message import MAX_DEPTH, Priority, SendRequest, refuse
 from postroom._wire.words import not_text
+from postroom.errors import InvalidMessage
 
 Body = str | bytes | bytearray | memoryview | Mapping[str, Any] | list[Any] | None  # a TypedDict is a Mapping alone
 
@@ -167,6 +168,14 @@ def to_json(value: Any) -> bytes:
     if b"null" in data:
         json.dumps(msgspec.to_builtins(value, enc_hook=plain_scalar), allow_nan=False)
     return data
+
+
+def event_json(payload: Any) -> bytes:
+    """Write the payload of an event as `to_json` does; raises `InvalidMessage` for what JSON cannot represent."""
+    try:
+        return to_json(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
 
 
 def plain_scalar(value: Any) -> Any:

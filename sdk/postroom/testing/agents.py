@@ -22,7 +22,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from postroom._wire.arguments import to_json
+from postroom._wire.arguments import event_json
 from postroom._wire.message import refuse
 from postroom._wire.names import in_words
 from postroom._wire.retry import Backoff
@@ -137,7 +137,7 @@ class AgentCase:
             own_subject, data, said = published(payload, self._tenant, "alice", message_id)
             subject = subject or own_subject
         else:
-            data, said = to_json(payload), {MESSAGE_ID: message_id}
+            data, said = event_json(payload), {MESSAGE_ID: message_id}
         given = {ENTITY_ID: entity_id, EXPECTED_VERSION: None if expected_version is None else str(expected_version)}
         said |= {name: value for name, value in given.items() if value is not None} | dict(headers or {})
         self._sequence += 1

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 import msgspec
 
 from postroom._wire.accept import AcceptedEvent
-from postroom._wire.arguments import to_json
+from postroom._wire.arguments import event_json
 from postroom._wire.message import parse_destination, refuse
 from postroom.chassis.postgres import uuid_of
 from postroom.delivery.http.requests import Malformed, posted, read, signed
@@ -80,7 +80,7 @@ def handler_request(
             if event is None:
                 refuse("invalid_subject", "name the event, as in event='order_paid', or give a subject", "event")
             subject = event_subject(mesh, event, version)
-        data, said = to_json(message), {MESSAGE_ID: message_id}
+        data, said = event_json(message), {MESSAGE_ID: message_id}
     moment = occurred_at or datetime.now(UTC)
     given: dict[str, str | None] = {
         "X-Occurred-At": moment.isoformat(),

@@ -246,3 +246,12 @@ async def test_what_is_no_agent_and_a_subject_that_it_does_not_have_are_refused(
 def test_what_the_config_of_an_agent_refuses_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidMessage, match=sentence):
         AgentCase(Pricing, **given)
+
+
+async def test_a_payload_that_is_not_json_is_refused_in_a_test_as_where_it_is_emitted() -> None:
+    async with AgentCase(Pricing) as case:
+        for payload in ({"order": object()}, {"order": float("nan")}):
+            with pytest.raises(InvalidMessage, match="the payload cannot be written as JSON"):
+                await case.receive(payload)
+            with pytest.raises(InvalidMessage, match="the payload cannot be written as JSON"):
+                handler_request(payload, event="order_paid")
