@@ -294,7 +294,11 @@ class Pool:
             self._give_back(connection, usable=await connection.finish())
 
     async def close(self) -> None:
-        """Close every connection; a second call does nothing."""
+        """Close every connection, where their loop has not ended with them; a second call does nothing."""
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            if not self._loop.is_closed():
+                raise RuntimeError("this client belongs to another event loop: close it in that loop")
+            self._open.clear()
         self._closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
 import threading
@@ -389,6 +390,23 @@ async def test_a_closed_client_closes_its_connections_and_says_so(connect: type[
     await ended.wait()
     with pytest.raises(RuntimeError, match="closed"):
         await client.send("topic:orders", "hello")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what a loop left open
+async def test_a_client_is_closed_in_its_own_loop_or_when_that_has_ended(talk: Talk) -> None:
+    path = await talk(Peer())
+    async with AsyncClient(path) as client:
+        await client.send("topic:a", "a")
+        with pytest.raises(RuntimeError, match="belongs to another event loop: close it in that loop"):
+            await asyncio.to_thread(asyncio.run, client.close())
+        await client.send("topic:a", "a")
+
+    other = AsyncClient(path)
+    await asyncio.to_thread(asyncio.run, other.send("topic:a", "a"))
+    await other.close()
+    gc.collect()  # which warns of them here
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        await other.send("topic:a", "a")
 
 
 async def test_an_answer_that_nobody_takes_is_not_all_kept(serve: Serve) -> None:
