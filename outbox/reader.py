@@ -29,30 +29,17 @@ _COMPARING: Final = load_queries("outbox", "sql/comparison.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
 PAGE_ROWS: Final = 100
-_PAGE_ROWS: Final = 500  # of `pages`
-_SCAN: Final = 2000  # rows that one short read transaction examines
+_SCAN: Final = 500  # rows that one short read transaction examines, and rows of a page of `pages`
 _COMPARED_AT_ONCE: Final = 500  # rows
-_SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
+_SCANS_PER_PAGE: Final = 200  # after which a page is returned as full as it is, with a cursor
 _WALKS: Final = {"pending": "walk_pending", "inflight": "walk_status", "dead": "walk_status"}
 T = TypeVar("T")
 
 
-_COLUMNS: Final = (  # what the view `outbox_row` packs into one JSON array, in its order
-    *("id", "client_message_id", "status", "destination", "priority", "enqueued_at", "attempts", "next_attempt_at"),
-    *("request_fingerprint", "payload_bytes", "held", "not_before", "last_error", "delivered_at", "broker_message_id"),
-    *("history_id", "aborted_at", "aborted_by", "superseded_by", "payload_pruned_at", "submitted_by", "duplicate"),
-    "unanswered_at",
-)
 _IDS: Final = ("id", "client_message_id", "broker_message_id", "superseded_by")
-_TIMES: Final = (
-    *("enqueued_at", "next_attempt_at", "not_before", "delivered_at", "unanswered_at", "aborted_at"),
-    "payload_pruned_at",
-)
-_Stored = list[Any]
-
-_decode_row: Final = msgspec.json.Decoder(_Stored).decode
-_decode_rows: Final = msgspec.json.Decoder(list[_Stored]).decode
-_decode_page: Final = msgspec.json.Decoder(list[tuple[int, _Stored]]).decode
+_decode_row: Final = msgspec.json.Decoder(OutboxRow, strict=False).decode  # times are seconds, and truths are 0 or 1
+_decode_rows: Final = msgspec.json.Decoder(list[OutboxRow], strict=False).decode
+_decode_page: Final = msgspec.json.Decoder(list[tuple[int, OutboxRow]], strict=False).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -76,7 +63,7 @@ class Reader:
         def read(db: sqlite3.Connection) -> list[OutboxRow]:
             moved = list(find_moved(db, ids, read_salt(db)).values())
             parameters = (_encode(ids).decode(), _encode(moved).decode())
-            return [_view(row) for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
+            return [_shown(row) for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
 
         return await self._read(read)
 
@@ -176,7 +163,7 @@ class Reader:
         """Yield each page of the matching rows in age order, after `cursor` and up to the row `until`."""
         now = self._clock()
         while True:
-            page = await self._page(row_filter, cursor, _PAGE_ROWS, now, until)
+            page = await self._page(row_filter, cursor, _SCAN, now, until)
             yield page
             if (cursor := page.next_cursor) is None:
                 return
@@ -246,20 +233,18 @@ def _walk(db: sqlite3.Connection, wanted: RowFilter, parameters: dict[str, Any])
     candidates = _value(db, walk, {**parameters, "named": named})
     seqs = _decode_seqs(candidates)
     found = _decode_page(_value(db, "page", {**parameters, "seqs": candidates}))
-    rows = [_view(row) for _, row in found]
+    rows = [_shown(row) for _, row in found]
     if len(found) == parameters["limit"]:
         return rows, found[-1][0]
     return rows, seqs[-1] if len(seqs) == _SCAN else None
 
 
-def _view(stored: _Stored) -> OutboxRow:
-    """Return a row as callers and operators see it."""
-    values = dict(zip(_COLUMNS, stored, strict=True))
-    for name in _TIMES:
-        values[name] = from_milliseconds(values[name])
-    for name in _IDS:
-        values[name] = values[name] and unpack(values[name])
-    return OutboxRow(**{**values, "held": bool(values["held"]), "duplicate": bool(values["duplicate"])})
+def _shown(row: OutboxRow) -> OutboxRow:
+    """Return a row as callers and operators see it, with its ids unpacked where it was moved."""
+    if row.payload_pruned_at is not None:
+        for name in _IDS:
+            setattr(row, name, (packed := getattr(row, name)) and unpack(packed))
+    return row
 
 
 def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:
@@ -274,7 +259,7 @@ def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
 
 
 def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
-    return _view(_decode_row(_value(db, "row", {"seq": seq})))
+    return _shown(_decode_row(_value(db, "row", {"seq": seq})))
 
 
 def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:

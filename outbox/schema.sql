@@ -264,31 +264,42 @@ SELECT seq, id, client_message_id, request_fingerprint, x'', enqueued_at, attemp
        destination, submitted_by, not_before, enqueued_at + settled_after + pruned_after
 FROM outbox_settled JOIN outbox_common ON number = common;
 
--- A row as readers decode it (outbox/reader.py: StoredRow), never with its payload.
+-- A row as readers decode it (postroom/_wire/sends.py: OutboxRow), times in seconds; never with its payload.
 CREATE VIEW outbox_row AS
 SELECT seq, id, client_message_id, status, destination, last_error, enqueued_at, held,
-       json_array(id, client_message_id, status, destination, priority, enqueued_at, attempts, next_attempt_at,
-                  lower(hex(substr(request_fingerprint, 1, 8))), payload_bytes, held, not_before, last_error,
-                  delivered_at, broker_message_id, history_id, aborted_at, aborted_by, superseded_by,
-                  NULL, submitted_by, duplicate, unanswered_at) AS stored
+       json_object('id', id, 'client_message_id', client_message_id, 'status', status, 'destination', destination,
+                   'priority', priority, 'enqueued_at', enqueued_at / 1000.0, 'attempts', attempts,
+                   'next_attempt_at', next_attempt_at / 1000.0,
+                   'request_fingerprint', lower(hex(substr(request_fingerprint, 1, 8))),
+                   'payload_bytes', payload_bytes, 'held', held, 'not_before', not_before / 1000.0,
+                   'last_error', last_error, 'delivered_at', delivered_at / 1000.0,
+                   'broker_message_id', broker_message_id, 'history_id', history_id,
+                   'duplicate', coalesce(duplicate, 0), 'unanswered_at', unanswered_at / 1000.0,
+                   'aborted_at', aborted_at / 1000.0, 'aborted_by', aborted_by, 'superseded_by', superseded_by,
+                   'submitted_by', submitted_by) AS stored
 FROM outbox;
 
 -- The same of what was moved; '#' begins what is packed.
 CREATE VIEW outbox_settled_row AS
 SELECT seq, status, destination, last_error, enqueued_at, 0 AS held,
-       json_array(CASE typeof(id) WHEN 'blob' THEN '#' || hex(id) ELSE id END,
-                  CASE typeof(client_message_id) WHEN 'blob' THEN '#' || hex(client_message_id)
-                                                 ELSE client_message_id END,
-                  status, destination, priority, enqueued_at, attempts, settled_at,
-                  lower(hex(substr(request_fingerprint, 1, 8))), 0, 0, not_before, last_error,
-                  iif(status = 'done', settled_at, NULL),
-                  CASE typeof(broker_message_id) WHEN 'blob' THEN '#' || hex(broker_message_id)
-                                                 ELSE broker_message_id END,
-                  history_id, iif(status = 'aborted', settled_at, NULL), aborted_by,
-                  coalesce((SELECT outbox.id FROM outbox WHERE outbox.seq = moved.superseded_by),
-                           (SELECT CASE typeof(later.id) WHEN 'blob' THEN '#' || hex(later.id) ELSE later.id END
-                            FROM outbox_settled AS later WHERE later.seq = moved.superseded_by)),
-                  settled_at + pruned_after, submitted_by, duplicate, unanswered_at) AS stored
+       json_object('id', CASE typeof(id) WHEN 'blob' THEN '#' || hex(id) ELSE id END,
+                   'client_message_id', CASE typeof(client_message_id) WHEN 'blob' THEN '#' || hex(client_message_id)
+                                                                       ELSE client_message_id END,
+                   'status', status, 'destination', destination, 'priority', priority,
+                   'enqueued_at', enqueued_at / 1000.0, 'attempts', attempts, 'next_attempt_at', settled_at / 1000.0,
+                   'request_fingerprint', lower(hex(substr(request_fingerprint, 1, 8))),
+                   'payload_bytes', 0, 'not_before', not_before / 1000.0, 'last_error', last_error,
+                   'delivered_at', iif(status = 'done', settled_at / 1000.0, NULL),
+                   'broker_message_id', CASE typeof(broker_message_id) WHEN 'blob' THEN '#' || hex(broker_message_id)
+                                                                       ELSE broker_message_id END,
+                   'history_id', history_id, 'duplicate', coalesce(duplicate, 0),
+                   'unanswered_at', unanswered_at / 1000.0,
+                   'aborted_at', iif(status = 'aborted', settled_at / 1000.0, NULL), 'aborted_by', aborted_by,
+                   'superseded_by',
+                   coalesce((SELECT outbox.id FROM outbox WHERE outbox.seq = moved.superseded_by),
+                            (SELECT CASE typeof(later.id) WHEN 'blob' THEN '#' || hex(later.id) ELSE later.id END
+                             FROM outbox_settled AS later WHERE later.seq = moved.superseded_by)),
+                   'payload_pruned_at', (settled_at + pruned_after) / 1000.0, 'submitted_by', submitted_by) AS stored
 FROM (SELECT outbox_settled.*, destination, priority, submitted_by, nullif(last_error, '') AS last_error,
              iif(aborted_by IS NULL, 'done', 'aborted') AS status, enqueued_at + settled_after AS settled_at
       FROM outbox_settled JOIN outbox_common ON number = common) AS moved;

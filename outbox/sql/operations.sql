@@ -4,7 +4,7 @@ SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, pr
        unanswered_at, 0
 FROM outbox WHERE seq = :seq
 UNION ALL
-SELECT seq, json_extract(stored, '$[0]'), json_extract(stored, '$[1]'), status, 0, 0, NULL, 'next', 0, 0, NULL, 1
+SELECT seq, stored ->> 'id', stored ->> 'client_message_id', status, 0, 0, NULL, 'next', 0, 0, NULL, 1
 FROM outbox_settled_row WHERE seq = :seq;
 
 -- name: abort

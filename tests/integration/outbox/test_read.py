@@ -93,6 +93,28 @@ async def test_the_pages_have_every_row_and_no_payload(outbox: Outbox) -> None:
     assert "secret" not in repr(rows)
 
 
+async def test_a_page_takes_no_more_work_because_many_rows_follow_it(outbox: Outbox) -> None:
+    work = 0
+
+    def count() -> int:
+        nonlocal work
+        work += 1
+        return 0
+
+    async def work_of_a_page() -> int:
+        nonlocal work
+        work = 0
+        page = await anext(outbox.pages(RowFilter(status="pending")))
+        assert len(page.rows) == 500
+        return work
+
+    await outbox._store.read(lambda db: db.set_progress_handler(count, 100))
+    await accepted(outbox, *(send(f"first-{number}") for number in range(500)))
+    alone = await work_of_a_page()
+    await accepted(outbox, *(send(f"more-{number}") for number in range(2500)))
+    assert await work_of_a_page() < alone * 1.2
+
+
 async def test_a_row_shows_everything_but_its_payload(outbox: Outbox, clock: Clock) -> None:
     row_id = await row_in(outbox, "inflight")
     clock.forward(1.5)
