@@ -32,6 +32,7 @@ A = TypeVar("A")
 
 _PREFIX: Final = "postroom:limit:{%s}"
 _AUTHORITIES: Final = "redis_url (…?ssl_ca_certs=FILE)"
+_FULL: Final = "max number of clients reached"  # in Redis's words
 _FAILURES: Final = (RedisError, OSError, TimeoutError)
 
 
@@ -152,7 +153,9 @@ class Limiter:
             case AuthenticationError() | NoPermissionError():
                 trouble = "Redis refuses the login"
             case ResponseError():
-                trouble = f"Redis refuses a command ({self._failure})"
+                trouble = f"Redis refuses a command ({_said(self._failure)})"
+            case RedisError() if _FULL in str(self._failure):
+                trouble = f"Redis refuses the connection ({_FULL}): raise its maxclients"
             case _:
                 trouble = why_unusable(self._failure) or "Redis does not answer"
         if self._config.on_error == "local":
@@ -189,7 +192,7 @@ class Limiter:
             # what refuses a new connection is the cause of what redis-py raises
             failure = error.__cause__ if isinstance(error.__cause__, RedisError) else error
             if str(failure) != str(self._failure):  # an outage repeats one at every try
-                why = why_unusable(failure) or str(failure) or "no answer in time"
+                why = why_unusable(failure) or _said(failure) or "no answer in time"
                 _log.warning("limiter_degraded", error=why, on_error=self._config.on_error)
             self._failure = failure
             self._breaker.failed()
@@ -201,6 +204,11 @@ class Limiter:
         self._breaker.succeeded()
         self._metrics.limiter_degraded.set(0)
         return answer
+
+
+def _said(failure: BaseException) -> str:
+    """Return what Redis said, without the line of our script that it adds."""
+    return str(failure).partition(" script: ")[0]
 
 
 def why_unusable(failure: BaseException) -> str | None:

@@ -187,9 +187,27 @@ async def test_a_redis_that_refuses_to_write_is_quoted_until_it_writes_again(
         again = await ready()
         assert again.status == status
         assert again.body["reasons"][0].startswith("Redis refuses a command (command not allowed when used memory")
+        assert "script" not in again.body["reasons"][0]  # of the broker
 
         await redis.config_set("maxmemory", 0)  # Redis is asked again after a rest
         await until_so(ready, holds=lambda answer: answer.body == {"status": "ok", "reasons": []})
+
+
+async def test_a_redis_that_takes_no_more_clients_is_told_from_one_that_does_not_answer(
+    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any
+) -> None:
+    config = limited(on_own_redis, breaker_seconds=0.001)
+    async with start_broker(config) as broker, Redis.from_url(own_redis.url, single_connection_client=True) as redis:
+        await redis.config_set("maxclients", 1)
+        await redis.client_kill_filter(_type="normal", skipme=True)
+
+        async def reasons() -> str:
+            return " ".join((await broker.nobody.get("/ready")).body["reasons"])
+
+        await until_so(reasons, holds=lambda said: "max number of clients reached" in said)
+        assert "raise its maxclients" in await reasons()
+        await redis.config_set("maxclients", 100)
+        await until_so(reasons, holds=lambda said: not said)
 
 
 async def test_closed_means_that_new_messages_wait_and_accepted_ones_are_still_answered(
