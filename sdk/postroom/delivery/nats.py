@@ -304,6 +304,12 @@ class NatsClient(Client):
         await self._error_cb(error)
         await self._process_op_err(error)
 
+    async def _process_pong(self) -> None:
+        """Take the answer to a flush that was given up, which would end nats-py's reader."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""
         block = _STORED_BLOCK if reply.startswith(_STORED) else _SERVER_BLOCK

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import pytest
 from msgspec.structs import replace
+from nats.aio.client import Client
 from nats.errors import NoRespondersError, OutboundBufferLimitError
 from structlog.testing import capture_logs
 from support.certificates import CERTIFICATE, KEY, LOCKED_KEY, private
@@ -52,6 +53,16 @@ async def test_a_server_that_takes_nothing_more_holds_up_no_close(short_director
         os.kill(server.process.pid, signal.SIGCONT)
         server.stop()
     assert client.is_closed
+
+
+async def test_an_answer_to_a_flush_that_was_given_up_ends_no_subscription(connection: Client) -> None:
+    heard = await connection.subscribe(subject := uuid4().hex)
+    ping = asyncio.get_running_loop().create_future()
+    await connection._send_ping(ping)
+    ping.cancel()  # as `flush` does at its time-out
+    await connection.publish(subject, b"after it")
+    assert (await heard.next_msg(timeout=20)).data == b"after it"
+    await connection.flush()
 
 
 async def test_to_what_a_killed_program_had_forked_nothing_is_delivered(nats_url: str) -> None:
