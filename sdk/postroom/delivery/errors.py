@@ -21,7 +21,7 @@ from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, Po
 NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
 
 _STREAM_NOT_FOUND: Final = 10059
-_NO_STORAGE: Final = frozenset({10023, 10028, 10047})  # resources, memory and disk of the server used up
+_NO_STORAGE: Final = frozenset({10002, 10023, 10028, 10047})  # memory or disk of the account or the server is used up
 _DISABLED: Final = frozenset({10039, 10076})  # JetStream, for the account or the server
 _UNREACHABLE: Final = (
     asyncio.TimeoutError,
@@ -100,9 +100,11 @@ def _from_jetstream(error: Exception, doing: str) -> PostroomError:
     number = error.err_code if isinstance(error, APIError) else None
     sentence = getattr(error, "description", None) or str(error)
     if number == _STREAM_NOT_FOUND:
-        return NotFound.of("stream_not_found", f"{doing}: there is no such stream; declare it, and start again")
+        advice = "declare it, as a worker does for each mesh"
+        return NotFound.of("stream_not_found", f"{doing}: there is no such stream; {advice}")
     if number in _NO_STORAGE:
-        detail = f"{doing}: JetStream has no room for it ({sentence}): lower max_bytes, or give it more disk"
+        advice = "lower max_bytes, or give it or the account more disk"
+        detail = f"{doing}: JetStream has no room for it ({sentence}): {advice}"
         return TryAgain.of("jetstream_full", detail, retryable=True)
     return PostroomError.of("nats_error", f"{doing}: {sentence}")
 

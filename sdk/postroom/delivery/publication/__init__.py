@@ -48,6 +48,12 @@ class Denied(Unanswered):
     __slots__ = ()
 
 
+class Refused(str):
+    """Why a stream, as it is now, does not take a message that is like any other: it is full, or sealed."""
+
+    __slots__ = ()
+
+
 class Failed(NamedTuple):
     """A message that no stream is known to have: why, and after how many seconds it may be tried again."""
 

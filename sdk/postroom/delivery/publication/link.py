@@ -33,7 +33,7 @@ from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import within
 from postroom.delivery.errors import from_nats, mapped
 from postroom.delivery.nats import NatsClient, api_subject, connect, connection_of
-from postroom.delivery.publication import Denied, Outgoing, Place, Unanswered
+from postroom.delivery.publication import Denied, Outgoing, Place, Refused, Unanswered
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import all_consumers, all_streams, filters_of
 from postroom.delivery.subjects import expression_of
@@ -432,7 +432,10 @@ def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:
     if answer is None:
         return Unanswered("JetStream did not acknowledge it")
     if answer.error is not None:
-        return answer.error.description
+        description = answer.error.description
+        if stream is None or isinstance(description, Unanswered):
+            return description
+        return Refused(f"the stream {stream.name} refuses it ({description}): check its limits and its account's")
     if stream is None or answer.stream != stream.name:
         return Unanswered(f"the stream {answer.stream} stored it, which did not exist before")
     return Place(stream.name, stream.created_at, answer.seq, answer.duplicate)

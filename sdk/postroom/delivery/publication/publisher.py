@@ -37,7 +37,7 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import POSTGRES_ERRORS, Pool, why_waiting
 from postroom.chassis.runtime import in_step, within
 from postroom.delivery.message import MESSAGE_ID
-from postroom.delivery.publication import Claim, Denied, Failed, Outgoing, Place, Source, Unanswered
+from postroom.delivery.publication import Claim, Denied, Failed, Outgoing, Place, Refused, Source, Unanswered
 from postroom.delivery.publication.link import Link, read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
@@ -201,7 +201,7 @@ class Publisher:
 
     @property
     def silence(self) -> str | None:
-        """Why JetStream acknowledged nothing of the last batch, or NATS denies some subjects, until that is over."""
+        """Why JetStream took nothing of the last batch, or NATS denies some subjects, until that is over."""
         now = asyncio.get_running_loop().time()
         return next((why for why, until in (self._denial, self._silence) if now < until), None)
 
@@ -213,12 +213,15 @@ class Publisher:
             self._silence = "", 0.0
         if failed:
             message, error, _ = failed[0]
+            last = failed[-1].error  # JetStream's own answer, if it was sent anything
             wait = max(each.seconds for each in failed) + 2 * self._settings.ack_seconds
             until = asyncio.get_running_loop().time() + wait
             if (denied := next((each.error for each in failed if isinstance(each.error, Denied)), None)) is not None:
                 self._denial = denied, until
-            elif not placed and isinstance(error, Unanswered):
-                self._silence = f"{error}; see the log of NATS", until
+            elif not placed and isinstance(last, Unanswered):
+                self._silence = f"{last}; see the log of NATS", until
+            elif not placed and isinstance(last, Refused):
+                self._silence = last, until
             _log.warning(
                 "publish_failed", source=self.source.name, key=message.key, subject=message.subject, error=error,
                 messages=len(failed),

@@ -285,6 +285,22 @@ async def test_what_nats_does_not_let_its_user_publish_is_said_while_other_meshe
         server.stop()
 
 
+async def test_a_stream_that_refuses_all_that_comes_is_named_as_why_events_wait(office: Any, running: Any) -> None:
+    await office.add_stream(max_msgs=1, discard="new")
+    publisher = office.publisher(PublisherSettings(first_seconds=0.01, most_seconds=0.05))
+    async with running(publisher):
+        await office.emit_many(40, aggregates=40)
+        reason = f"the stream {office.stream} refuses it (maximum messages exceeded)"
+        await until(lambda: reason in (publisher.counters.trouble or ""))
+        assert all(reason in each.error for each in (await list_failing(office.pool, EVENTS)).failing)
+        config = (await office.js.stream_info(office.stream)).config
+        config.max_msgs = -1
+        await office.js.update_stream(config)
+        await asyncio.wait_for(office.drained(), 30)
+        await until(lambda: publisher.counters.trouble is None)
+    assert len(await office.ids()) == 40
+
+
 async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> None:
     """A publisher that died after the server's ack and before its own mark: the next one publishes again."""
     await office.add_stream()
