@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from postroom._wire.message import SendRequest
+from postroom._wire.operations import ListQuery
 from postroom._wire.retry import Patience
-from postroom._wire.sends import BatchResult
+from postroom._wire.sends import BatchResult, OutboxRow
 from postroom._wire.sockets import BlockingPool, run_to_end
 from postroom._wire.transport import Exchanges
 from postroom.client import AsyncClient
@@ -106,7 +107,7 @@ class Client:
     ready = _blocking(AsyncClient.ready)
     version = _blocking(AsyncClient.version)
     list_rows = _blocking(AsyncClient.list_rows)
-    export = _iterating(AsyncClient.export)
+    export_in_chunks = _iterating(AsyncClient.export_in_chunks)
     inspect = _blocking(AsyncClient.inspect)
     log = _blocking(AsyncClient.log)
     trace = _blocking(AsyncClient.trace)
@@ -127,6 +128,11 @@ class Client:
         """Do as `AsyncClient.send_many` does; `messages` is read in a thread of its own."""
         for results in self.send_many_in_chunks(messages, traceparent=traceparent):
             yield from results
+
+    def export(self, query: ListQuery | None = None) -> Iterator[OutboxRow]:
+        """Do as `AsyncClient.export` does."""
+        for rows in self.export_in_chunks(query):
+            yield from rows
 
     def _streaming(self) -> tuple[LoopThread, AsyncClient]:
         with self._lock:

@@ -249,13 +249,19 @@ class AsyncClient(Calls):
         """Return one page of the outbox, oldest first."""
         return await self._read("/v1/outbox", OutboxPage, query=query or ListQuery())
 
-    async def export(self, query: ListQuery | None = None) -> AsyncIterator[OutboxRow]:
+    async def export(self, query: ListQuery | None = None) -> AsyncGenerator[OutboxRow, None]:
         """Stream every row that `query` selects, oldest first; raises `Unavailable` where the stream breaks off."""
+        async with aclosing(self.export_in_chunks(query)) as chunks:
+            async for rows in chunks:
+                for row in rows:
+                    yield row
+
+    async def export_in_chunks(self, query: ListQuery | None = None) -> AsyncGenerator[list[OutboxRow], None]:
+        """Do as `export` does, but yield the rows that arrived together as one list."""
         parameters = to_parameters(query or ListQuery())
         async with self._transport.open("GET", "/v1/outbox/export", query=parameters, expected=NDJSON) as answer:
             async for lines in self._transport.lines(answer):
-                for line in lines:
-                    yield self._transport.decode(line, OutboxRow)
+                yield [self._transport.decode(line, OutboxRow) for line in lines]
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its predecessors and successors and what operators did to them."""

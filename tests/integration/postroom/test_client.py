@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.mailroom import LoneDaemon
@@ -22,6 +23,7 @@ from postroom import (
     RowFilter,
     SendRequest,
 )
+from postroom._wire.loop_thread import LoopThread
 from postroom._wire.operations import MAX_IDS
 from postroom._wire.sends import RelayStatus
 
@@ -284,6 +286,30 @@ async def test_many_threads_share_one_client(daemon: LoneDaemon) -> None:
         return ids
 
     assert len(await asyncio.to_thread(share)) == 400
+
+
+async def test_a_blocking_export_waits_once_for_the_rows_that_come_together(
+    daemon: LoneDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+    run = LoopThread.run
+
+    def counted(loop: LoopThread, work: Any) -> Any:
+        nonlocal waits
+        waits += 1
+        return run(loop, work)
+
+    def export() -> int:
+        nonlocal waits
+        with Client(daemon.socket) as client:
+            for _ in client.send_many(SendRequest(to="topic:orders") for _ in range(2000)):
+                pass
+            waits = 0
+            return sum(1 for _ in client.export())
+
+    monkeypatch.setattr(LoopThread, "run", counted)
+    assert await asyncio.to_thread(export) == 2000
+    assert waits < 200
 
 
 async def test_a_closed_client_says_so(daemon: LoneDaemon) -> None:
