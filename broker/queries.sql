@@ -140,8 +140,9 @@ FROM judged LEFT JOIN accepted USING (position);
 
 -- name: accept_alone
 -- Waits until no other transaction accepts for mesh $1, and lets none do so before this one ends: statements that take ids
--- one after the other would otherwise wait for another's in a circle.
-SELECT pg_advisory_xact_lock(hashtext('postroom.history'), $1);
+-- one after the other would otherwise wait for another's in a circle. Postgres ends a broker that stands still meanwhile.
+SELECT pg_advisory_xact_lock(hashtext('postroom.history'), $1),
+  set_config('idle_in_transaction_session_timeout', '10s', true);
 
 -- name: take_history_ids
 -- The number before the first of $2 numbers for messages of mesh $1; null where the mesh was deleted.

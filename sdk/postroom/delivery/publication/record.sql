@@ -9,7 +9,7 @@ SELECT pg_advisory_xact_lock(1, 0);
 
 -- name: begin_publish
 -- Begins a publish in this transaction, for which `await_marks` waits; claims do the same (rows.sql).
-SELECT pg_advisory_xact_lock_shared(1, 0);
+SELECT pg_advisory_xact_lock_shared(1, 0), set_config('idle_in_transaction_session_timeout', '60s', true);
 
 -- name: raise_floors
 -- Notes what was acknowledged of the work queue $1, created at $2: subjects $3, the same as expressions $4, floors $5.

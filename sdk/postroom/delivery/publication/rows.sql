@@ -18,9 +18,10 @@
 -- The first $2 aggregates after $1 whose oldest unpublished row is due, where the longest wait is $3, and of each whether this
 -- transaction holds it now: the advisory lock is released with the transaction, after what it wrote can be seen. One index
 -- probe per aggregate, however long its backlog. The other lock, which all publishers share, is what `await_marks`
--- (record.sql) waits for. Where there is something to publish, the transaction's commit does not wait for the disk, since a
--- mark that a crash takes back is made again (docs/contract/delivery.md#delivery-16), and its statements, which look rows up
--- by their keys, are not planned each time.
+-- (record.sql) waits for. Postgres ends a publisher that stands still with these locks; JetStream has less time than that for
+-- all that it is asked meanwhile. Where there is something to publish, the transaction's commit does not wait for the disk,
+-- since a mark that a crash takes back is made again (docs/contract/delivery.md#delivery-16), and its statements, which look
+-- rows up by their keys, are not planned each time.
 WITH RECURSIVE head AS (
   (
     SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
@@ -39,6 +40,7 @@ WITH RECURSIVE head AS (
 SELECT aggregate, pg_try_advisory_xact_lock(:lock) AS claimed,
   (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing,
   (SELECT set_config('synchronous_commit', 'off', true)) AS commits,
+  (SELECT set_config('idle_in_transaction_session_timeout', '60s', true)) AS ends,
   (SELECT set_config('plan_cache_mode', 'force_generic_plan', true)) AS plans
 FROM due;
 

@@ -157,6 +157,21 @@ async def test_an_aggregate_that_one_publisher_holds_is_left_alone_by_another(of
     await asyncio.gather(first.stop(), second.stop())
 
 
+async def test_a_publisher_that_stands_still_is_ended_by_postgres_and_its_events_go_on(office: Any) -> None:
+    await office.add_stream()
+    await office.emit_many(2)
+    second = office.publisher()
+    held, still = "SHOW idle_in_transaction_session_timeout", "SET idle_in_transaction_session_timeout = '50ms'"
+    with pytest.raises(asyncpg.InterfaceError):  # noqa: PT012 - the end of the claim raises
+        async with office.source().claim(PublisherSettings()) as claim:
+            assert len(claim.messages) == 2
+            assert await claim._connection.fetchval(held) == "1min"
+            await claim._connection.execute(still)
+            await until_so(second.step)
+    assert len(await office.ids()) == 2
+    await second.stop()
+
+
 async def test_a_look_where_nothing_waits_begins_no_transaction_and_the_next_finds_what_came(office: Any) -> None:
     await office.add_stream()
     publisher, asked = office.publisher(), list[str]()
