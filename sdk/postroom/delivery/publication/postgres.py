@@ -284,9 +284,7 @@ async def sources_of(pool: Pool, settings: RecordSettings | None = None) -> list
 async def all_marked(pool: Pool) -> bool:
     """Wait until what has been published by now is marked so; False where a publisher takes too long."""
     try:
-        async with pool.acquire() as connection, connection.transaction():
-            await connection.execute(QUERIES["wait_briefly"])
-            await connection.execute(QUERIES["await_marks"])
+        await pool.execute(QUERIES["await_marks"])
     except asyncpg.LockNotAvailableError:
         return False
     return True

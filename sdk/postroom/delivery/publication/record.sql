@@ -1,10 +1,7 @@
--- name: wait_briefly
--- Lets this transaction wait half a second for a lock: others wait behind it.
-SET LOCAL lock_timeout = '500ms';
-
 -- name: await_marks
--- Waits for the publishers that have published already to have their marks committed; those that publish later wait for
--- this transaction.
+-- Waits half a second at most for the publishers that have published already to have their marks committed. Those that
+-- publish later wait for this transaction, which is one message to Postgres: no program can stand still within it.
+SELECT set_config('lock_timeout', '500ms', true);
 SELECT pg_advisory_xact_lock(1, 0);
 
 -- name: begin_publish
