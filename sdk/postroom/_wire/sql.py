@@ -93,6 +93,8 @@ def why_refused(error: Exception, what: str = "database_url") -> str:
 
 def why_failed(error: BaseException) -> str:
     """Say in words why a database did not do what it was asked: the first line of what it said, or of the system."""
+    if isinstance(error, FileNotFoundError):
+        return "nothing listens on its Unix socket"
     if isinstance(error, OSError):
         if NO_TLS in str(error):
             return "it does not speak TLS, which database_url asks for"

@@ -243,7 +243,7 @@ async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path
     with pytest.raises(Unavailable) as caught:
         await PostgresStore.open(f"postgresql:///nothing?host={tmp_path}")
     assert (caught.value.code, caught.value.retryable) == ("registry_unavailable", True)
-    assert str(caught.value) == "the registry cannot be reached (No such file or directory): try again"
+    assert str(caught.value) == "the registry cannot be reached (nothing listens on its Unix socket): try again"
     with pytest.raises(PostroomError, match="not a Postgres URL"):
         await PostgresStore.open("postgresql://host:port/")
     with pytest.raises(PostroomError, match="No such file"):
