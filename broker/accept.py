@@ -74,12 +74,14 @@ class AcceptService:
                 await self._round(sender, batch, wanted)
                 if not batch.waiting:
                     break
-            batch.give_up()
+            # ids that are taken and released faster than they can be looked up
+            sentence = "other senders are using this id at the moment: send the message again under the same id"
+            batch.fail_waiting(TryAgain.of("id_contended", sentence, retryable=True, retry_after=1.0).problem)
             for (phase, status), answers in batch.answered.items():
                 self._metrics.messages.labels(phase, status).inc(answers)
             if spans.wanted():
                 batch.record(began)
-            return _encode(AcceptResponse(answers=batch.in_order()))
+            return _encode(AcceptResponse(answers=[answer for answer in batch.answers if answer is not None]))
 
     async def until_ended(self, sender: Member) -> None:
         """Wait until the member's batches that are at work now have ended."""
@@ -126,7 +128,8 @@ class AcceptService:
             batch.settle_written(written)
 
     async def _limit(self, sender: Member, batch: _Batch) -> None:
-        ids, fines = batch.unlimited_ids(), batch.take_fines()
+        ids, fines = batch.unlimited_ids(), list(batch.fines)
+        batch.fines.clear()
         if not ids and not fines:
             return
         try:
@@ -168,7 +171,7 @@ class _Batch:
         self._checked: dict[int, Checked] = {}
         self._admitted: set[str] = set()
         self._refused: dict[tuple[str, bytes], Problem] = {}
-        self._fines: dict[str, None] = {}  # ids that cost a unit of the limiter although they were refused before it
+        self.fines: dict[str, None] = {}  # ids that cost a unit of the limiter although they were refused before it
 
     def read(self, message: msgspec.Raw) -> None:
         """Read the id of the next message; one that has none is answered 400."""
@@ -177,7 +180,7 @@ class _Batch:
         if isinstance(item, Item):
             self.waiting.append(item)
         else:
-            self._fines[new_id()] = None
+            self.fines[new_id()] = None
             self._answer_problem("b1", item, item.problem)
 
     def waiting_ids(self) -> set[str]:
@@ -189,7 +192,7 @@ class _Batch:
         for item in self._take_waiting(set(taken)):
             answer = answer_taken(sender, item.client_message_id, item.fingerprint, taken[item.client_message_id])
             if answer.problem is not None:
-                self._fines[item.client_message_id] = None
+                self.fines[item.client_message_id] = None
             self._answer("b0", item, answer)
 
     def settle_refused(self) -> None:
@@ -219,11 +222,6 @@ class _Batch:
         """Return the ids that have not been through the limiter, each once, in order."""
         ids = dict.fromkeys(item.client_message_id for item in self.waiting)
         return [client_id for client_id in ids if client_id not in self._admitted]
-
-    def take_fines(self) -> list[str]:
-        """Return an id for each unit that refusals before the limiter cost."""
-        fines, self._fines = self._fines, {}
-        return list(fines)
 
     def settle_denied(self, denied: frozenset[str], problem: Problem) -> None:
         """B1, the limiter: answer `problem` to what it denied; the rest is admitted."""
@@ -269,18 +267,8 @@ class _Batch:
 
     def fail_waiting(self, problem: Problem) -> None:
         """Answer `problem` to everything that has no answer."""
-        waiting, self.waiting = self.waiting, []
-        for item in waiting:
+        for item in self.take_unchecked():
             self._answer_problem("b3", item, problem)
-
-    def give_up(self) -> None:
-        """Answer 503 to what no round settled: ids that are taken and released faster than they can be looked up."""
-        sentence = "other senders are using this id at the moment: send the message again under the same id"
-        self.fail_waiting(TryAgain.of("id_contended", sentence, retryable=True, retry_after=1.0).problem)
-
-    def in_order(self) -> list[AcceptAnswer]:
-        """Return the answers in the order of the request."""
-        return [answer for answer in self.answers if answer is not None]
 
     def record(self, began: int) -> None:
         """Record a span for each message that was checked, from `began` (ns since the epoch) until now.

@@ -7,7 +7,7 @@ import base64
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from aiohttp import web
 
@@ -25,29 +25,6 @@ from postroom.delivery.programs import forget_daemons
 from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError
 
 MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
-
-
-class _Kind(NamedTuple):
-    """A kind of named destination: its request, its type, the type of its list, and its queries."""
-
-    wanted: type[api.CreateTopic | api.CreateQueue]
-    thing: type[Any]
-    things: type[Any]
-    create: str
-    find: str
-    delete: str
-
-
-_KINDS: Final = {
-    "topic": _Kind(
-        api.CreateTopic, api.Topic, api.TopicList,
-        QUERIES["create_topic"], QUERIES["list_topics"], QUERIES["delete_topic"],
-    ),
-    "queue": _Kind(
-        api.CreateQueue, api.Queue, api.QueueList,
-        QUERIES["create_queue"], QUERIES["list_queues"], QUERIES["delete_queue"],
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,50 +196,52 @@ class Administration(Handlers):
 
 @dataclass(frozen=True, eq=False)
 class Destinations(Handlers):
-    """The handlers of the named destinations of a mesh: its topics, or its queues."""
+    """The handlers of the named destinations of a mesh: its topics, or its queues; their types and queries."""
 
     _noun: Literal["topic", "queue"]
-
-    @property
-    def _kind(self) -> _Kind:
-        return _KINDS[self._noun]
+    _wanted: type[api.CreateTopic | api.CreateQueue]
+    _thing: type[Any]
+    _things: type[Any]
+    _create: str
+    _find: str
+    _delete: str
 
     def routes(self) -> Sequence[Route]:
         """Return the routes that create, list and delete them."""
-        path, kind = f"/v1/{self._noun}s", self._kind
+        path = f"/v1/{self._noun}s"
         return [
             Route("POST", path, self.create, "administer", f"Create a {self._noun}",
-                  body=kind.wanted, answers={201: kind.thing}, problems=WRITE),
+                  body=self._wanted, answers={201: self._thing}, problems=WRITE),
             Route("GET", path, self.list, "reader", f"List the {self._noun}s of a mesh",
-                  query=api.MeshQuery, answers={200: kind.things}, problems=READ),
+                  query=api.MeshQuery, answers={200: self._things}, problems=READ),
             Route("DELETE", f"{path}/{{mesh}}/{{name}}", self.delete, "administer",
                   f"Delete a {self._noun}; its messages stay in the history", answers={204: None}, problems=WRITE),
         ]  # fmt: skip
 
     async def create(self, request: web.Request) -> web.Response:
         """`POST /v1/topics`, say."""
-        wanted = await decode_body(request, self._kind.wanted)
+        wanted = await decode_body(request, self._wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
         async with self.changing(request, "create", self._noun, mesh, name) as connection:
-            row = await connection.fetchrow(self._kind.create, await _hold_mesh(connection, mesh), name)
+            row = await connection.fetchrow(self._create, await _hold_mesh(connection, mesh), name)
             if row is None:
                 raise _exists(self._noun, name)
-        return json_response(self._kind.thing(mesh=mesh, **row), 201)
+        return json_response(self._thing(mesh=mesh, **row), 201)
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/topics?mesh=`, say."""
         mesh = asked_mesh(request)
         async with self.reading(request) as connection:
-            rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
-        found = [self._kind.thing(mesh=mesh, **row) for row in rows]
-        return json_response(self._kind.things(**{f"{self._noun}s": found}))
+            rows = await connection.fetch(self._find, await _mesh_id(connection, mesh))
+        found = [self._thing(mesh=mesh, **row) for row in rows]
+        return json_response(self._things(**{f"{self._noun}s": found}))
 
     async def delete(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with self.changing(request, "delete", self._noun, mesh, name) as connection:
             mesh_id = await _hold_mesh(connection, mesh)
-            await _there(self._noun, name, connection, self._kind.delete, mesh_id, name)
+            await _there(self._noun, name, connection, self._delete, mesh_id, name)
         return web.Response(status=204)
 
 

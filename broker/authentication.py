@@ -163,7 +163,7 @@ class Authentication:
             return
         try:
             token = _bearer(request)
-            principal = await (self._remember(token) if access == "member" else self._look_up(token))
+            principal = await self._look_up(token, remembered=access == "member")
         except NotPermitted:
             await self._refusals.wait(request)
             raise
@@ -184,15 +184,11 @@ class Authentication:
         """Forget every remembered token: one was revoked or rotated here."""
         self._remembered.clear()
 
-    async def _remember(self, token: bytes) -> Principal:
-        until, caller = self._remembered.get(token, (0.0, None))
-        return caller if caller is not None and until > self._monotonic() else await self._look_up(token)
-
-    async def _look_up(self, token: bytes) -> Principal:
+    async def _look_up(self, token: bytes, *, remembered: bool) -> Principal:
         if self._admin_token is not None and hmac.compare_digest(token, self._admin_token):
             return ADMINISTRATOR
         until, caller = self._remembered.get(token, (0.0, None))
-        if caller is not None or until <= self._monotonic():
+        if until <= self._monotonic() or not (remembered or caller is None):
             caller = await self._callers(token)
             if len(self._remembered) >= _CACHE_ENTRIES:
                 self._remembered.clear()

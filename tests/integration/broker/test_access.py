@@ -416,10 +416,10 @@ async def test_a_token_is_remembered_for_a_second_at_most(broker: Any) -> None:
     now = time.monotonic()
     authentication = Authentication(broker.services.database, None, monotonic=lambda: now)
     token = digest(broker.tokens["demo", "alice"])
-    first = await authentication._remember(token)
-    assert await authentication._remember(token) is first
+    first = await authentication._look_up(token, remembered=True)
+    assert await authentication._look_up(token, remembered=True) is first
     now += 1.0
-    assert await authentication._remember(token) is not first
+    assert await authentication._look_up(token, remembered=True) is not first
 
 
 async def test_the_database_keeps_no_token(broker: Any, postgres: Any) -> None:
