@@ -114,32 +114,24 @@ async def _durables(client: BrokerClient, mesh: str | None) -> list[Durable]:
     return (await client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh))).consumers
 
 
-async def _consumers(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
-    return [one.consumer for one in await _durables(client, mesh)]
-
-
-async def _streams(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
-    return [one.stream for one in await _durables(client, mesh)]
-
-
 async def _meshes(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
     return [one.slug for one in await client.list_meshes()] if mesh is None else [mesh]
 
 
-async def _topics(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
-    return [topic.name for topic in await client.list_topics(mesh)]
+def _each(
+    ask: Callable[[BrokerClient, str | None], Awaitable[Iterable[Any]]], member: str = "name"
+) -> Callable[[BrokerClient, str | None, list[str]], Awaitable[Iterable[str]]]:
+    """Return a search for a member of each thing that was not revoked."""
+
+    async def find(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
+        return [getattr(one, member) for one in await ask(client, mesh) if getattr(one, "revoked_at", None) is None]
+
+    return find
 
 
-async def _queues(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
-    return [queue.name for queue in await client.list_queues(mesh)]
-
-
-async def _members(client: BrokerClient, mesh: str | None, _: list[str]) -> Iterable[str]:
-    return [member.name for member in await client.list_members(mesh) if member.revoked_at is None]
-
-
-async def _operators(client: BrokerClient, _: str | None, __: list[str]) -> Iterable[str]:
-    return [operator.name for operator in await client.list_operators() if operator.revoked_at is None]
+_topics = _each(lambda client, mesh: client.list_topics(mesh))
+_queues = _each(lambda client, mesh: client.list_queues(mesh))
+_members = _each(lambda client, mesh: client.list_members(mesh))
 
 
 async def _destinations(client: BrokerClient, mesh: str | None, words: list[str]) -> Iterable[str]:
@@ -173,14 +165,14 @@ rows = _of_daemon(_rows)
 letters = _of_broker(_letters)
 jobs = _of_broker(_jobs)
 flows = _of_broker(_flows)
-consumers = _of_broker(_consumers)
-streams = _of_broker(_streams)
+consumers = _of_broker(_each(_durables, "consumer"))
+streams = _of_broker(_each(_durables, "stream"))
 failing = _of_broker(_failing)
 meshes = _of_broker(_meshes)
 topics = _of_broker(_topics)
 queues = _of_broker(_queues)
 members = _of_broker(_members)
-operators = _of_broker(_operators)
+operators = _of_broker(_each(lambda client, _: client.list_operators()))
 destinations = either(_of_broker(_destinations), _of_daemon(_row_destinations))
 anything = either(rows, letters, jobs)
 

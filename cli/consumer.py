@@ -50,7 +50,12 @@ class Described(NamedTuple):
 @app.command("list")
 def list_(*, reach: Reach, as_json: Json = False) -> None:
     """List the durable consumers of all kinds, whether they run or not, and how far behind each is."""
-    listing(_find(reach), COLUMNS, _cells, things="consumers", as_json=as_json)
+
+    def cells(one: Durable) -> tuple[Any, ...]:
+        oldest, seen = ago(one.oldest_at), ago(one.seen_at)
+        return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, one.state)
+
+    listing(_find(reach), COLUMNS, cells, things="consumers", as_json=as_json)
 
 
 @app.command()
@@ -112,11 +117,6 @@ def _find(reach: Reach) -> list[Durable]:
         return page.consumers
 
     return reach.broker.ask(work)
-
-
-def _cells(one: Durable) -> tuple[Any, ...]:
-    oldest, seen = ago(one.oldest_at), ago(one.seen_at)
-    return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, one.state)
 
 
 def _show(one: Durable) -> None:

@@ -102,7 +102,11 @@ async def _programs(socket: Path | None, url: str | None, token_file: Path | Non
     try:
         async with AsyncClient(socket, patience=0, timeout=5) as daemon:
             theirs, health = await daemon.version(), await daemon.health()
-            refusal = await _refusal(daemon)
+            refusal = None  # why it would refuse a send now
+            try:
+                await daemon.ready()
+            except TryAgain as error:
+                refusal = str(error)
         if theirs.version != version("postroom-server"):
             detail = f"the daemon is of version {theirs.version}, this program of {version('postroom-server')}"
             yield Finding("daemon", "warning", detail, "restart the daemon")
@@ -125,15 +129,6 @@ async def _programs(socket: Path | None, url: str | None, token_file: Path | Non
                 yield finding
     except (PostroomError, Fatal) as error:
         yield Finding("broker", "failed", str(error))
-
-
-async def _refusal(daemon: AsyncClient) -> str | None:
-    """Return why the daemon would refuse a send now, None where it would not."""
-    try:
-        await daemon.ready()
-    except TryAgain as error:
-        return str(error)
-    return None
 
 
 def _judged(subject: str, health: Health | BrokerHealth, address: str) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from cli.connect import NOT_ASKED, TOKEN_FILES, read_token
+from cli.message import plain_line
 from cli.stack import Stack
 from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
@@ -56,7 +57,6 @@ _ENVIRONMENT: Final = {
     "token_file": TOKEN_FILES,
 }
 _OF_ANOTHER: Final = ("POSTROOM_SOCKET", "POSTROOM_BROKER_URL", *TOKEN_FILES)
-_PATHS: Final = ("state", "socket", "token_file")
 
 
 class Place(NamedTuple):
@@ -70,21 +70,14 @@ class Place(NamedTuple):
 
 def parse_status(arguments: list[str], environ: Mapping[str, str] = os.environ) -> tuple[Place, bool] | None:
     """Read `status` with its options: where to look, and whether as JSON; None for any other line."""
-    if arguments[:1] != ["status"] or "_POSTROOM_COMPLETE" in environ:
+    plain, given = plain_line("status", _VALUES, arguments, environ) or (["-"], {})
+    if plain:
         return None
-    given: dict[str, Any] = {}
-    as_json, words = False, iter(arguments[1:])
-    for word in words:
-        if word == "--json":
-            as_json = True
-        elif (name := _VALUES.get(word)) is None or name in given or (value := next(words, "-"))[:1] in {"", "-"}:
-            return None
-        else:
-            given[name] = value
     for name, variables in _ENVIRONMENT.items():
         if found := next((environ[each] for each in variables if environ.get(each)), None):
-            given.setdefault(name, found)
-    return Place(**given | {name: Path(given[name]) for name in _PATHS if name in given}), as_json
+            given.setdefault(name, found if name == "url" else Path(found))
+    as_json = given.pop("as_json", False)
+    return Place(**given), as_json
 
 
 @dataclass

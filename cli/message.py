@@ -25,6 +25,7 @@ _OPTIONS: Final = {
     "--reply-to": "reply_to",
     "--socket": "socket",
 }
+_PATHS: Final = ("state", "socket", "token_file")
 PRIORITIES: Final = ("now", "next", "low")
 
 
@@ -42,23 +43,36 @@ class BriefSend(NamedTuple):
 
 def parse_send(arguments: list[str], environ: Mapping[str, str] = os.environ) -> BriefSend | None:
     """Read `send TO BODY` with the options that are usual; None for any other line."""
-    if arguments[:1] != ["send"] or "_POSTROOM_COMPLETE" in environ:
+    if (found := plain_line("send", _OPTIONS, arguments, environ)) is None:
+        return None
+    plain, given = found
+    if len(plain) != 2 or "" in plain or given.get("priority", "next") not in PRIORITIES:  # noqa: PLR2004 - TO, BODY
+        return None
+    to, body = plain
+    return BriefSend(to, body, **given)
+
+
+def plain_line(
+    verb: str, options: Mapping[str, str], arguments: list[str], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, Any]] | None:
+    """Read a line of `verb`: its words, and by their names `--json` and `options`, which take a value each.
+
+    None for any other line, which Typer reads.
+    """
+    if arguments[:1] != [verb] or "_POSTROOM_COMPLETE" in environ:
         return None
     given: dict[str, Any] = {}
-    as_json, plain, words = False, [], iter(arguments[1:])
+    plain, words = [], iter(arguments[1:])
     for word in words:
         if not word.startswith("-"):
             plain.append(word)
         elif word == "--json":
-            as_json = True
-        elif word not in _OPTIONS or _OPTIONS[word] in given or (value := next(words, "-"))[:1] in {"", "-"}:
+            given["as_json"] = True
+        elif (name := options.get(word)) is None or name in given or (value := next(words, "-"))[:1] in {"", "-"}:
             return None
         else:
-            given[_OPTIONS[word]] = Path(value) if word == "--socket" else value
-    if len(plain) != 2 or "" in plain or given.get("priority", "next") not in PRIORITIES:  # noqa: PLR2004 - TO, BODY
-        return None
-    to, body = plain
-    return BriefSend(to, body, as_json=as_json, **given)
+            given[name] = Path(value) if name in _PATHS else value
+    return plain, given
 
 
 def send_one(

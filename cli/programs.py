@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -139,29 +140,28 @@ def _what(to: str | None) -> str:
     return f"relaying to {to}" if to is not None else "relaying"
 
 
-@brokers.command("run")
-def run_broker(*, config: Config = None) -> None:
-    """Serve until a signal says stop."""
-    _of_broker("run", config)
+def of_broker(command: str, *, config: Config = None) -> None:
+    """Run a command of the broker's program."""
+    from broker.__main__ import main  # noqa: PLC0415
+
+    raise SystemExit(main(command, config))
 
 
-@brokers.command()
-def migrate(*, config: Config = None) -> None:
-    """Bring the database to this program's version."""
-    _of_broker("migrate", config)
-
-
-@brokers.command()
-def restored(*, config: Config = None) -> None:
-    """Mark the database as restored from a backup: daemons then find what it lacks, readers where to resume."""
-    _of_broker("restored", config)
+_OF_BROKER: Final = {
+    "run": "Serve until a signal says stop.",
+    "migrate": "Bring the database to this program's version.",
+    "restored": "Mark the database as restored from a backup: daemons then find what it lacks, readers where to "
+    "resume.",
+}
+for _command, _effect in _OF_BROKER.items():
+    brokers.command(_command, help=_effect)(partial(of_broker, _command))
 
 
 @brokers.command()
 def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accepted message has all its rows; exit code 1 if one has not."""
     if not as_json:
-        _of_broker("orphan-check", config)
+        of_broker("orphan-check", config=config)
     from broker.__main__ import find_orphans  # noqa: PLC0415
     from broker.config import events_kept, load_config  # noqa: PLC0415
 
@@ -206,12 +206,6 @@ def features(
             ("a member may send", limit and f"{counted(limit.per_member, 'message')} in {limit.window_seconds} s"),
         )
     )
-
-
-def _of_broker(name: str, config: Path | None) -> NoReturn:
-    from broker.__main__ import main  # noqa: PLC0415
-
-    raise SystemExit(main(name, config))
 
 
 @consoles.command()
