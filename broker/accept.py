@@ -1,17 +1,11 @@
 """`POST /v1/accept`: a batch goes through B0 to B3, and each message is answered (docs/contract/accept.md#accept-9).
 
-    B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
-    B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind except a unit of the limiter
-    B2  the destination, inside the transaction: 4xx, and nothing left behind
-    B3  the commit: 201
-
 A round is B0 to B3 for the messages that have no answer yet. One round answers all but three rare kinds of message,
 which the next round's B0 settles: those whose id another batch took meanwhile, those whose id is given twice in the
 batch, and those that their destination refused (a retry of an accepted message must get its 200, even where the topic
 was deleted since). A second run of an accepted message is harmless because of its row in `mesh.client_message_dedupe`.
 
-A refused message costs a unit of the limiter like an accepted one, and a batch is read and checked in slices, in turn
-with other batches: no member can occupy the broker with messages that are refused.
+A batch is read and checked in slices, in turn with other batches (docs/contract/accept.md#accept-43).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Callers: their bearer tokens, of which the database keeps only the sha-256, and what each may do.
 
-The administrator's token comes from a file. Every other caller is a member of one mesh, or an operator, of one mesh or
-of all, with a role (docs/contract/operate.md#operate-70). For the accept route alone, a token is remembered for a
-second: the accept statement itself checks, under a lock, that the token is still the member's, so a revoked member
-never writes. Every other route looks the token up each time.
+The administrator's token comes from a file; every other caller is a member, or an operator with a role
+(docs/contract/operate.md#operate-70). For the accept route alone, a token is remembered for a second: the accept
+statement itself checks, under a lock, that it is still the member's, so a revoked member never writes.
 
-Guessing at tokens delays no other caller: look-ups that wait share one query on a connection that is used for nothing
-else, and refusals are limited to so many a second.
+Guessing at tokens delays no other caller (docs/contract/accept.md#accept-45): look-ups that wait share one query.
 """
 
 import asyncio

@@ -1,9 +1,7 @@
 """Postgres: the three pools of a broker, and the one place where its errors become answers.
 
-Accepting has a pool of its own, so that readers can't starve it, and so that its connections can plan for batches: the
-planner cannot know how long the arrays of a batch are, would guess a handful of rows and join a thousand messages with
-nested loops, so these are off there. Readers look rows up by key and need them; each mesh and member has its share of
-their connections. Tokens are looked up on one that is used for nothing else, so that guessing at them delays nothing.
+Accepting has a pool of its own, so that readers can't starve it, and without nested loops: the planner cannot know how
+long the arrays of a batch are, and would join a thousand messages by them. Readers look rows up by key and need them.
 """
 
 import asyncio

@@ -5,11 +5,7 @@
 An admin or an operator reads a whole mesh, in the role `look` without the bodies. A member reads what it sent, what was
 sent to it, and the topics it is subscribed to.
 
-History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
-come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
-misses a message that committed late. After a restore the numbers continue above all that were ever issued; a reader
-whose last number is lost gets a 410 that says where to resume. One that is later than retention learns that from each
-page, which says up to which number messages were deleted.
+History goes by `history_id` (docs/contract/accept.md#accept-5, and #accept-42 for a reader whose last number is lost).
 
 `POST /v1/accepted`: which of a member's messages the broker has accepted. B0 alone: no row, no unit of the limiter.
 

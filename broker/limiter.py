@@ -1,10 +1,7 @@
 """The rate limiter of B1: a fixed window per mesh and per member (docs/contract/accept.md#accept-25).
 
-An id takes at most one unit per window, so a retry costs nothing: the window keeps the set of its ids for that. Redis
-decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and meanwhile a
-window of the same rate in this process decides (`local`), or everything waits (`closed`). Where the config has no Redis
-the local window decides alone. Redis may lose everything at any time: the window then starts over, and no accepted
-message is affected, since B0 comes first.
+A window keeps the set of its ids, so that a retry costs nothing. Without Redis (docs/contract/accept.md#accept-30) a
+window in this process decides, or everything waits; where the config has none, that window decides alone.
 """
 
 import asyncio

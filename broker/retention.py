@@ -1,10 +1,7 @@
 """The retention sweep: deletes expired messages, leaves tombstones, and forgets ids at the end of their life.
 
-Any number of processes may run a `Sweeper`; an advisory lock in Postgres makes one of them the leader, and is released
-with its connection. A step deletes a bounded number of rows in one statement, a message with all that refers to it, so
-a sweep that is killed leaves no orphan. After each step it rests four times as long as the step took: under load, when
-steps take longer, it takes no more than a fifth of the time of one connection. While the clock of Postgres is in doubt,
-nothing is deleted.
+The rule is docs/contract/accept.md#accept-37. A step deletes a bounded number of rows in one statement, a message with
+all that refers to it, so a sweep that is killed leaves no orphan. After each it rests four times as long as it took.
 """
 
 import asyncio

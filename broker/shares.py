@@ -1,7 +1,6 @@
 """Shares of a broker's scarce resources (requests at work, bytes of bodies, connections), granted in turn.
 
-Turns rotate among the meshes that wait, and within a mesh among its members, however much each of them asks for. A mesh
-holds a quarter of the whole at most, and a member a quarter of that, so that none can take what another one needs. A
+Turns rotate among the meshes that wait, and within a mesh among its members (docs/contract/accept.md#accept-43). A
 holder of nothing may always have one request granted, however large, once there is room for it at all.
 """
 

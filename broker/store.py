@@ -3,9 +3,8 @@
 The write is one statement and so one transaction, without a round trip inside. A large batch is several statements, so
 that encoding it does not block the event loop, in one transaction too: it is in the tables whole or not at all.
 
-A `broker_message_id` is a ULID, kept as `uuid`, minted in the order in which this process accepts: ids in time order
-keep every index append-only. A ULID is 48 bits of milliseconds and 80 bits of randomness; within a millisecond (and
-while the clock stands still or goes back) the next id is the last one plus one, as the ULID specification has it.
+A `broker_message_id` is a ULID, minted in the order in which this process accepts: ids in time order keep every index
+append-only. Within a millisecond, and while the clock goes back, the next id is the last one plus one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 All of it is looked up in Postgres by indexes, at one moment. The takers of what was published are asked as well
 (`broker.takers`), but no host's files are read: daemons report the rows that died there, and may never have come here.
 
-A member sees the messages that it may read: that they were accepted, and where they were published; and the rows of its
-mesh that died, where and why. What consumers and jobs did with messages, what they caused, and who repaired it is for
-an admin of the mesh.
+A member sees only that the messages that it may read were accepted, and where they were published, and the rows of its
+mesh that died: the rest is for an admin.
 """
 
 import re

@@ -2,9 +2,8 @@
 
 No attempt count ever kills a row. The functions are pure: randomness comes in as an argument.
 
-Where a whole request failed, the batch always goes back to `pending` without an attempt of its own, and the relay
-pauses. A broker that is busy is left alone for as long as it asks, and gets batches as large as before, fewer at once;
-any other failure is an outage, with backoff and one small batch as a probe. `REACTIONS` says what comes on top.
+Where a whole request failed (docs/contract/send.md#send-62), the batch goes back to `pending` without an attempt of its
+own, and the relay pauses. `REACTIONS` says what comes on top.
 """
 
 import re

@@ -1,8 +1,7 @@
 """What the broker promises, and what follows from it: how old a row may become, and which rows its database may lack.
 
-A row may only be posted again while the broker still keeps its dedupe row (docs/contract/send.md#send-70). So the
-broker's window, less a margin for clocks and sweeps, bounds every row's age. A broker that cannot promise a window
-stops the daemon with exit code 78.
+The broker's window, less a margin for clocks and sweeps, bounds every row's age (docs/contract/send.md#send-70). A
+broker that cannot promise a window stops the daemon with exit code 78.
 """
 
 import asyncio

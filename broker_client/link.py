@@ -265,9 +265,8 @@ class _Answer(NamedTuple):
 class ConfirmedClock:
     """The daemon's clock, compared with the broker's last answer; times in ms since the epoch.
 
-    A clock may be wrong by years, for seconds or permanently, and a message that expires because of it is lost. So rows
-    expire only while the `Date` of the last answer agrees with the clock to within the safety margin of the window,
-    and that answer is no older than the margin: the next answer shows what has gone wrong since.
+    Rows expire only while the `Date` of the last answer confirms it (docs/contract/send.md#send-74): a message that
+    expires because a clock is wrong is lost.
     """
 
     def __init__(self) -> None:
@@ -310,9 +309,8 @@ class ConfirmedClock:
 async def report_ends(outbox: Outbox, link: BrokerLink) -> None:
     """Report rows that ended here and that the broker may never have seen, until cancelled.
 
-    Which ones are unreported is in the outbox, written in the transaction that ended them, so that each is reported at
-    least once, also after a crash (docs/contract/operate.md#operate-64). No request waits for it: reports are sent in
-    the background, a few at a time, while the broker can be reached.
+    Which ones are unreported is in the outbox, written in the transaction that ended them
+    (docs/contract/operate.md#operate-64).
     """
     rng, failures = Random(), 0  # noqa: S311 - it spreads retries and guards nothing
     while True:

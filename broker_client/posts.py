@@ -52,9 +52,8 @@ class Suspicion(NamedTuple):
 class Suspects:
     """The rows that were in a batch that failed as a whole, and not answered since (docs/contract/send.md#send-64).
 
-    It is the search for the one message that makes every batch with it fail, by halving: each suspect may only be
-    posted again in a batch of half the size. What is answered is cleared. So a batch shrinks around its cause until
-    that message is alone. It is kept in memory only: after a restart the search begins again.
+    Each may only be posted again in a batch of half the size, so a batch shrinks around its cause. It is kept in memory
+    only: after a restart the search begins again.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Sessions of operators: a cookie names a session, which holds an operator's token in memory and nowhere else.
 
-Every request to the broker has that token, so the broker decides what an operator may see and do. A session ends by
-logging out, with time, when the broker refuses its token, and with the process (docs/contract/operate.md#operate-72).
+So the broker decides what an operator may see and do (docs/contract/operate.md#operate-72).
 """
 
 import asyncio

@@ -4,11 +4,8 @@ The uid and gid of a Unix peer are read once, when the connection is accepted, f
 those of the process that called connect(2). A caller with the local token over TCP can read a file that only the
 daemon's user can read, and counts as that user.
 
-The loopback TCP port is protected from other users and from web pages (docs/contract/send.md#send-6): every request
-needs the local token; its `Host` must name this machine, and no header may say that a page of another origin sent it.
-The token is a file of mode 0600 that `postroom daemon rotate-token` replaces. The daemon notices a new file by itself,
-and accepts the previous token for 60 s more, so that a rotation refuses no caller. A token in a query string ends up in
-logs and histories: it is refused on every socket.
+The loopback TCP port is protected from other users and from web pages (docs/contract/send.md#send-6). The daemon
+notices a new token by itself, and accepts the one before for 60 s more, so that a rotation refuses no caller.
 """
 
 import asyncio

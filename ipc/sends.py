@@ -207,12 +207,9 @@ class Chunk(NamedTuple):
 class Batch:
     """One request to the batch route: NDJSON in and out at once, each message answered as soon as it is on disk.
 
-    Lines that have arrived, up to 1000, share one durable transaction; while it commits the next lines are read and
-    checked, and the store goes on with them before these are answered: it never waits for the answers of a caller that
-    is alone. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that
-    does not read its answers is not read from either: at most three chunks are accepted and not answered. An unfinished
-    line has the deadline of a body, and a line counts towards `limits.buffered_bytes` from its first byte until its
-    commit.
+    Lines that have arrived, up to 1000, share one transaction; while it commits the next lines are read and checked. A
+    bad line fails alone. A caller that does not read its answers is not read from either: at most three chunks are
+    accepted and not answered. A line counts towards `limits.buffered_bytes` from its first byte until its commit.
     """
 
     def __init__(self, services: Services, request: Request) -> None:

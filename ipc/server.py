@@ -2,10 +2,7 @@
 
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
 that a send costs little compared to its commit; a plain send bypasses aiohttp (ipc/connection.py), but comes through
-here like all others. Every error is answered as problem+json; nothing a caller sends ends in a 500.
-
-No uid can keep the others out: few connections are accepted in a turn of the loop, a full server makes room, resources
-are shared, and work is done in turns (ipc/shares.py).
+here like all others. No uid can keep the others out (docs/contract/send.md#send-98).
 """
 
 import asyncio

@@ -315,13 +315,9 @@ class Outbox(reader.Reader):
     ) -> OutboxRow:
         """Do `verb` to a row and return the row (docs/contract/send.md#send-83); 409 where its state forbids it.
 
-        404 for an unknown row. A row that is to be retired and that the broker did not answer for is looked up there
-        first: 409 `already_accepted` where it has it (the row is `done` then), and, without `force`, 409
-        `outcome_unknown` where it cannot be asked.
-
-        A requeue returns the successor that is written with it, under `new_client_message_id` or a fresh id, never the
-        patch's own. `patch` comes from `_wire.message.prepare`: its payload, destination, priority and fingerprint
-        replace the row's. 409 where the id was used before, or the payload was pruned.
+        404 for an unknown row. One that the broker did not answer for is looked up there first where it is to be
+        retired (docs/contract/send.md#send-81). A requeue returns the successor, under `new_client_message_id` or a
+        fresh id, never the patch's own; `patch` comes from `_wire.message.prepare`.
         """
         order = operations.Order(caller, reason, force).checked()
         if new_client_message_id is not None:
@@ -351,10 +347,8 @@ class Outbox(reader.Reader):
     ) -> BulkResult:
         """Do `verb` to every matching row, each as in a transaction of its own (docs/contract/send.md#send-92).
 
-        A dry run only lists them. `done` has the ids of the rows that changed, `skipped` those whose state forbids the
-        verb and those that the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that
-        name no row among them. After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay
-        bounded.
+        A dry run only lists them. `skipped` are those whose state forbids the verb, or that the filter names by id but
+        otherwise rules out, `failed` the rest with reasons. After `MAX_IDS` rows it ends with a `next_cursor`.
         """
         order = operations.Order(caller, reason, force).checked()
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
@@ -415,11 +409,7 @@ class Outbox(reader.Reader):
         return order
 
     async def _learn(self, row_ids: Sequence[str]) -> operations.Learned:
-        """Ask the broker for those of the rows that it was sent and did not answer for: an outcome is never guessed.
-
-        A row that it has is done from then on; one that it does not have may be retired. While it cannot be asked the
-        outcome stays unknown, and only force retires the row.
-        """
+        """Ask the broker for those of the rows that it did not answer for (docs/contract/send.md#send-81)."""
         rows = await self.unanswered(row_ids)
         if not rows:
             return operations.Learned({})
@@ -467,8 +457,7 @@ class Outbox(reader.Reader):
     async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
         """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
 
-        They are pending again; those whose payload was pruned are returned, noted in the operator log, and no longer
-        missing.
+        Those whose payload was pruned are returned, noted in the operator log, and no longer missing.
         """
         order = operations.Order(caller, reason).checked()
         total = Resent([], [], 0)

@@ -1,11 +1,8 @@
 """Save what can be read of a damaged outbox into a new file: `postroom outbox recover`, on a stopped daemon.
 
-The damaged files are renamed once the new file is whole, never overwritten, never changed. Their pages are read
-without SQLite (outbox/pages.py), so that any of them may be damaged: every row that is whole in them is in the new
-file. An id whose row is lost stays used where an index or a part of the row still has it
-(docs/contract/send.md#send-96). The number of rows comes from the counters, else from the highest number in any row or
-index; where neither can be trusted it is unknown, and a recovery with anything missing differs from one without
-(`outbox_recovery` in schema.sql).
+The rules begin at docs/contract/send.md#send-94. The pages are read without SQLite (outbox/pages.py), so that any of
+them may be damaged. The number of rows comes from the counters, else from the highest number in any row or index; where
+neither can be trusted it is unknown (`outbox_recovery` in schema.sql).
 
 A row is recognised by the number of columns of its table. So no step of the schema adds a column to an existing table,
 and a file that a later release has written is refused: the rows of its new tables would be left out silently.
