@@ -8,11 +8,10 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast, get_args
+from typing import Annotated, Final, cast, get_args
 
 import typer
 
-from cli import completion
 from cli.connect import with_daemon
 from cli.files import new_file
 from cli.noun import BrokerPlace, Json, Reach, Socket, Yes, choice, file_name, named, noun
@@ -30,27 +29,20 @@ queues = noun()
 topics.add_typer(webhooks, name="webhook")
 
 
-def _name(kind: Literal["mesh", "member", "operator", "topic", "queue"], help_text: str, metavar: str = "NAME") -> Any:
-    """Describe an argument that is the name of such a thing."""
-    offered = {
-        "mesh": completion.meshes,
-        "member": completion.members,
-        "operator": completion.operators,
-        "topic": completion.topics,
-        "queue": completion.queues,
-    }
-    return typer.Argument(metavar=metavar, help=help_text, callback=named(kind), autocompletion=offered[kind])
-
-
-MeshName = Annotated[str, _name("mesh", "The mesh, in snake_case.", "SLUG")]
-MemberName = Annotated[str, _name("member", "The member.")]
-OperatorName = Annotated[str, _name("operator", "The operator.")]
-TopicName = Annotated[str, _name("topic", "The topic, in snake_case.")]
-QueueName = Annotated[str, _name("queue", "The queue: one to four words joined by dots.")]
-Subscriber = Annotated[
-    str | None, _name("member", "The member [default: the daemon's own, through its socket].", "[MEMBER]")
+MeshName = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.", **named("mesh"))]
+MemberName = Annotated[str, typer.Argument(metavar="NAME", help="The member.", **named("member"))]
+OperatorName = Annotated[str, typer.Argument(metavar="NAME", help="The operator.", **named("operator"))]
+TopicName = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", **named("topic"))]
+QueueName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The queue: one to four words joined by dots.", **named("queue"))
 ]
-WebhookTopic = Annotated[str, _name("topic", "The topic, in snake_case.", "TOPIC")]
+Subscriber = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MEMBER]", help="The member [default: the daemon's own, through its socket].", **named("member")
+    ),
+]
+WebhookTopic = Annotated[str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.", **named("topic"))]
 TokenOut = Annotated[
     Path | None,
     typer.Option(
@@ -157,13 +149,7 @@ def create_operator(
         ),
     ],
     mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SLUG",
-            callback=named("mesh"),
-            help="Only in this mesh [default: in every mesh].",
-            autocompletion=completion.meshes,
-        ),
+        str | None, typer.Option(metavar="SLUG", **named("mesh"), help="Only in this mesh [default: in every mesh].")
     ] = None,
     token_out: TokenOut = None,
     as_json: Json = False,
@@ -177,12 +163,7 @@ def create_operator(
 
 @operators.command("rotate-token")
 def rotate_operator_token(
-    *,
-    name: OperatorName,
-    token_out: TokenOut = None,
-    yes: Yes = False,
-    as_json: Json = False,
-    broker: BrokerPlace,
+    *, name: OperatorName, token_out: TokenOut = None, yes: Yes = False, as_json: Json = False, broker: BrokerPlace
 ) -> None:
     """Give an operator a new token; the old one is refused from then on."""
     confirm(f"Replace the token of {name}, so that the old one is refused?", yes=yes)

@@ -8,7 +8,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from cli import completion
-from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
+from cli.change import Change
+from cli.noun import Config, Json, Since, noun
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from cli.trace import show_story
 from cli.worker import ask_worker, become_worker, options
@@ -127,28 +128,20 @@ def trace(
     json_line(story) if as_json else show_story(story, [step.id for step in story.steps])
 
 
-@app.command()
-def republish(
-    *,
-    since: Since,
-    stored: Stored,
-    reason: Reason = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-) -> None:
+@app.command(without=("everything",))
+def republish(*, since: Since, stored: Stored, change: Change) -> None:
     """Publish again what an agent published since a time; a running agent does it at once, others at their start."""
     from postroom.chassis import logs  # noqa: PLC0415
     from postroom.delivery.agents.replay import republish as republish_since  # noqa: PLC0415
 
     logs.configure()  # what the store logs belongs on standard error
-    why = reason_or_ask(reason, dry_run=dry_run)
+    why = reason_or_ask(change.reason, dry_run=change.dry_run)
     _, database = stored.find()
     begin = Recent(**since).earliest(datetime.now(UTC))
-    if not dry_run:
-        confirm(f"Publish again what was published since {when(begin)}?", yes=yes)
-    messages = asyncio.run(republish_since(database, begin, reason=why, dry_run=dry_run))
-    if as_json:
+    if not change.dry_run:
+        confirm(f"Publish again what was published since {when(begin)}?", yes=change.yes)
+    messages = asyncio.run(republish_since(database, begin, reason=why, dry_run=change.dry_run))
+    if change.as_json:
         json_line({"messages": messages})
     else:
-        line(f"{counted(messages, 'message')} {'would be ' * dry_run}published again")
+        line(f"{counted(messages, 'message')} {'would be ' * change.dry_run}published again")

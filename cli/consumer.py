@@ -86,8 +86,7 @@ class Filters(NamedTuple):
     """The conditions that consumers match."""
 
     stream: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Only those of this stream.", autocompletion=completion.streams),
+        str | None, typer.Option(metavar="NAME", help="Only those of this stream.", autocompletion=completion.streams)
     ] = None
 
 

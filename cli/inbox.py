@@ -30,14 +30,7 @@ class Filters(NamedTuple):
         typer.Option(parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"),
     ] = None
     sender: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="Only from this member.",
-            metavar="MEMBER",
-            callback=named("member"),
-            autocompletion=completion.members,
-        ),
+        str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER", **named("member"))
     ] = None
     destination: Annotated[
         str | None,

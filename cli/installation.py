@@ -51,11 +51,7 @@ _MINUTES: Final = 60  # of an hour
 # of a daemon, what only its report says
 _REPORTED_ALONE: Final = ("name", "pid", "started_at", "at", "clock_seconds", "disk_free", "totals")
 _VALUES: Final = {"--state": "state", "--socket": "socket", "--url": "url", "--token-file": "token_file"}
-_ENVIRONMENT: Final = {
-    "state": ("POSTROOM_STATE",),
-    "url": ("POSTROOM_BROKER_URL",),
-    "token_file": TOKEN_FILES,
-}
+_ENVIRONMENT: Final = {"state": ("POSTROOM_STATE",), "url": ("POSTROOM_BROKER_URL",), "token_file": TOKEN_FILES}
 _OF_ANOTHER: Final = ("POSTROOM_SOCKET", "POSTROOM_BROKER_URL", *TOKEN_FILES)
 
 

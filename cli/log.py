@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from cli import completion
 from cli.connect import with_daemon
 from cli.main import ending
 from cli.noun import Json, OutboxPlace, Socket, choice, named, noun, recent
@@ -37,8 +36,7 @@ def log(
         typer.Option(
             metavar="SLUG",
             help="Only about this mesh, and what is in it [default: all that the token may see].",
-            callback=named("mesh"),
-            autocompletion=completion.meshes,
+            **named("mesh"),
         ),
     ] = None,
     thing: Annotated[

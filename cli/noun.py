@@ -113,8 +113,8 @@ def choice(thing: str, words: Sequence[str]) -> dict[str, Any]:
     return {"parser": parse, "autocompletion": completion.words(words)}
 
 
-def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Callable[[Any], Any]:
-    """Make the check of an argument that is such a name, or of an option that is several."""
+def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> dict[str, Any]:
+    """Describe an argument that is such a name, or an option that is several, for which a shell offers some."""
 
     def check(value: Any) -> Any:
         try:
@@ -125,7 +125,14 @@ def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Call
             raise typer.BadParameter(str(error)) from error
         return value
 
-    return check
+    offered = {
+        "mesh": completion.meshes,
+        "member": completion.members,
+        "operator": completion.operators,
+        "topic": completion.topics,
+        "queue": completion.queues,
+    }
+    return {"callback": check, "autocompletion": offered[kind]}
 
 
 def file_name(file: Path | None) -> Path | None:
@@ -179,22 +186,12 @@ Url = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
-        "--token-file",
-        envvar=[*TOKEN_FILES],
-        help="The file with the token to use.",
-        metavar="FILE",
-    ),
+    typer.Option("--token-file", envvar=[*TOKEN_FILES], help="The file with the token to use.", metavar="FILE"),
 ]
 Mesh = Annotated[
     str | None,
     typer.Option(
-        "--mesh",
-        envvar="POSTROOM_MESH",
-        help="The mesh [default: the token's].",
-        metavar="SLUG",
-        callback=named("mesh"),
-        autocompletion=completion.meshes,
+        "--mesh", envvar="POSTROOM_MESH", help="The mesh [default: the token's].", metavar="SLUG", **named("mesh")
     ),
 ]
 

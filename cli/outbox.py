@@ -20,7 +20,6 @@ from cli.connect import with_daemon
 from cli.files import new_file, read_plain_file
 from cli.noun import (
     Config,
-    DryRun,
     Json,
     OlderThan,
     OutboxDatabase,
@@ -36,18 +35,7 @@ from cli.noun import (
     noun,
     several,
 )
-from cli.output import (
-    confirm,
-    fields,
-    json_line,
-    line,
-    note,
-    one_by_one,
-    progress,
-    reason_or_ask,
-    table,
-    tree,
-)
+from cli.output import confirm, fields, json_line, line, note, one_by_one, progress, reason_or_ask, table, tree
 from cli.programs import daemon_config
 from postroom import Client, ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
@@ -191,7 +179,7 @@ for _verb in VERBS:
         app.command(_verb, help=VERBS[_verb].effect, without=_without)(partial(change_named, _verb))
 
 
-@app.command()
+@app.command(without=("everything", "dry_run"))
 def prune(
     *,
     older_than: Annotated[
@@ -200,45 +188,40 @@ def prune(
             parser=moment, metavar="DURATION", help="Only rows that ended longer ago than 7d, 12h, or before a time."
         ),
     ],
-    reason: Reason = None,
-    yes: Yes = False,
-    as_json: Json = False,
+    change: Change,
     socket: Socket = None,
 ) -> None:
     """Delete the payloads of old done and aborted rows now; ids and outcomes stay forever."""
-    why = reason_or_ask(reason)
-    confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
+    why = reason_or_ask(change.reason)
+    confirm("Permanently delete the payloads of old done and aborted rows?", yes=change.yes)
     seconds = (datetime.now(UTC) - older_than).total_seconds()
-    with progress(as_json=as_json) as show:
+    with progress(as_json=change.as_json) as show:
 
         def show_count(count: int) -> None:
             show(count, f"{counted(count, 'payload')} deleted")
 
         result = with_daemon(socket, lambda client: client.prune(seconds, reason=why, tell=show_count), timeout=SECONDS)
-    json_line(result) if as_json else line(f"{counted(result.pruned, 'payload')} deleted")
+    json_line(result) if change.as_json else line(f"{counted(result.pruned, 'payload')} deleted")
 
 
-@app.command()
+@app.command(without=("everything",))
 def resend(
     *,
     missing: Annotated[
         bool, typer.Option("--missing", help="The messages that the broker's database lost (required).")
     ] = False,
-    reason: Reason = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
+    change: Change,
     socket: Socket = None,
 ) -> None:
     """Send done messages again, under their own ids, that the broker lost when its database was restored."""
     if not missing:
         raise Fatal(Exit.USAGE, "use --missing to send again what the broker's database lost")
-    why = reason_or_ask(reason, dry_run=dry_run)
+    why = reason_or_ask(change.reason, dry_run=change.dry_run)
     result = with_daemon(socket, lambda client: client.resend_missing(reason=why, dry_run=True), timeout=SECONDS)
     lost = result.resent + result.without_payload
-    if lost and not dry_run:
-        confirm(f"Send {counted(result.resent, 'message')} again that the broker's database lost?", yes=yes)
-        with progress(lost, as_json=as_json) as show:
+    if lost and not change.dry_run:
+        confirm(f"Send {counted(result.resent, 'message')} again that the broker's database lost?", yes=change.yes)
+        with progress(lost, as_json=change.as_json) as show:
 
             def show_count(count: int) -> None:
                 show(count, f"{count:,} of {counted(lost, 'message')}")
@@ -246,13 +229,13 @@ def resend(
             result = with_daemon(
                 socket, lambda client: client.resend_missing(reason=why, tell=show_count), timeout=SECONDS
             )
-    result.dry_run = dry_run
-    if as_json:
+    result.dry_run = change.dry_run
+    if change.as_json:
         json_line(result)
         return
     for client_message_id in result.without_payload_ids:
         line(f"{client_message_id}: its payload was pruned")
-    what = "would be sent again" if dry_run else "sent again"
+    what = "would be sent again" if change.dry_run else "sent again"
     line(f"{result.resent} {what}, {result.without_payload} without their payload")
 
 
@@ -374,8 +357,7 @@ def install(
         typer.Option(
             metavar="SLUG",
             help="A mesh that may be emitted to, until a worker brings the broker's list. Repeatable [default: any].",
-            callback=named("mesh"),
-            autocompletion=completion.meshes,
+            **named("mesh"),
         ),
     ] = None,
     as_json: Json = False,

@@ -36,9 +36,7 @@ AcceptLostIds = Annotated[
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="NAME",
-        help="The pipeline; `postroom pipeline list` shows them.",
-        autocompletion=_pipelines,
+        metavar="NAME", help="The pipeline; `postroom pipeline list` shows them.", autocompletion=_pipelines
     ),
 ]
 Words = Annotated[

@@ -72,13 +72,7 @@ def send(
     ] = "next",
     reply_to: Annotated[str | None, typer.Option(metavar="ID", help="The message that this one answers.")] = None,
     mention: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="MEMBER",
-            help="May be repeated.",
-            callback=named("member"),
-            autocompletion=completion.members,
-        ),
+        list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.", **named("member"))
     ] = None,
     not_before: Annotated[str | None, typer.Option(metavar="TIME", help="Not before 2026-11-21T09:00:00Z.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the broker has accepted the message.")] = False,

@@ -19,21 +19,7 @@ import typer
 
 from cli import completion
 from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice, write_each
-from cli.noun import (
-    Config,
-    DryRun,
-    Json,
-    Mesh,
-    OlderThan,
-    OutboxPlace,
-    Reason,
-    Since,
-    Verbs,
-    Yes,
-    chosen_ids,
-    noun,
-    several,
-)
+from cli.noun import Config, Json, Mesh, OlderThan, OutboxPlace, Since, Verbs, chosen_ids, noun, several
 from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom import BrokerClient
 from postroom._wire import unpublished
@@ -169,35 +155,27 @@ def backlog(*, context: Context = None, place: OutboxPlace, as_json: Json = Fals
     )
 
 
-@app.command(help=unpublished.SOURCES.verbs["redrive"].effect)
+@app.command(help=unpublished.SOURCES.verbs["redrive"].effect, without=("everything",))
 def redrive(
-    *,
-    since: Since,
-    stream: Stream = None,
-    confirmed: Confirmed = False,
-    reason: Reason = None,
-    place: OutboxPlace,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
+    *, since: Since, stream: Stream = None, confirmed: Confirmed = False, place: OutboxPlace, change: Change
 ) -> None:
     """Count what it is first, then ask for it, and say how many messages of each source it was."""
-    why = reason_or_ask(reason, dry_run=dry_run)
+    change = change._replace(reason=reason_or_ask(change.reason, dry_run=change.dry_run))
     meant = unpublished.PublishedFilter(**since, stream=stream, confirmed=confirmed)
     began = monotonic()
 
-    counts = _publish_again(place, Change(reason=why, dry_run=True, as_json=as_json), meant)
-    if not dry_run and counts.total():
+    counts = _publish_again(place, change._replace(dry_run=True), meant)
+    if not change.dry_run and counts.total():
         begin = f"since {when(meant.since)}" if meant.since else f"in the last {span(meant.last_seconds or 0)}"
-        confirm(f"Publish {counted(counts.total(), 'message')} published {begin} again?", yes=yes)
+        confirm(f"Publish {counted(counts.total(), 'message')} published {begin} again?", yes=change.yes)
         if meant.last_seconds is not None:
             meant.last_seconds += monotonic() - began  # back to what was counted, however long the answer took
-        counts = _publish_again(place, Change(reason=why, as_json=as_json), meant, counts.total())
+        counts = _publish_again(place, change, meant, counts.total())
     for source, messages in counts.items():
-        if as_json:
+        if change.as_json:
             json_line(unpublished.Redriven(source, messages))
         else:
-            line(f"{source}: {messages:,} {'would be ' * dry_run}{unpublished.SOURCES.verbs['redrive'].done}")
+            line(f"{source}: {messages:,} {'would be ' * change.dry_run}{unpublished.SOURCES.verbs['redrive'].done}")
 
 
 def _publish_again(
