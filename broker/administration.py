@@ -92,7 +92,7 @@ class Administration(Handlers):
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
         async with self.changing(request, "create", "member", mesh, wanted.name) as connection:
-            mesh_id = await _hold_mesh(connection, mesh)
+            mesh_id = await _mesh_id(connection, mesh, hold=True)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
                 raise _exists("member", wanted.name, with_token=True)
@@ -109,7 +109,7 @@ class Administration(Handlers):
         """`DELETE /v1/members/{mesh}/{name}`: its token is refused from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with self.changing(request, "revoke", "member", mesh, name) as connection:
-            mesh_id = await _hold_mesh(connection, mesh)
+            mesh_id = await _mesh_id(connection, mesh, hold=True)
             await _there("member", name, connection, QUERIES["revoke_member"], mesh_id, name)
             await forget_daemons(connection, mesh, name)
         self._authentication.forget()
@@ -125,7 +125,7 @@ class Administration(Handlers):
         _require_self_or_admin(request, name)
         token, verb = new_token(), "add-token" if keep else "rotate-token"
         async with self.changing(request, verb, "member", mesh, name) as connection:
-            mesh_id = await _hold_mesh(connection, mesh)
+            mesh_id = await _mesh_id(connection, mesh, hold=True)
             query = QUERIES["add_token"] if keep else QUERIES["rotate_token"]
             role = await connection.fetchval(query, mesh_id, name, digest(token))
             if role is None:
@@ -144,7 +144,10 @@ class Administration(Handlers):
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         async with self.changing(request, "retire-token", "member", mesh, name) as connection:
-            if await connection.fetchval(QUERIES["retire_token"], await _hold_mesh(connection, mesh), name) is None:
+            if (
+                await connection.fetchval(QUERIES["retire_token"], await _mesh_id(connection, mesh, hold=True), name)
+                is None
+            ):
                 sentence = f"there is no member {name} with an old token in the mesh {mesh}: see `postroom member list`"
                 raise NotFound.of("no_old_token", sentence)
         self._authentication.forget()
@@ -223,7 +226,7 @@ class Destinations(Handlers):
         wanted = await decode_body(request, self._wanted)
         mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
         async with self.changing(request, "create", self._noun, mesh, name) as connection:
-            row = await connection.fetchrow(self._create, await _hold_mesh(connection, mesh), name)
+            row = await connection.fetchrow(self._create, await _mesh_id(connection, mesh, hold=True), name)
             if row is None:
                 raise _exists(self._noun, name)
         return json_response(self._thing(mesh=mesh, **row), 201)
@@ -240,7 +243,7 @@ class Destinations(Handlers):
         """`DELETE /v1/topics/{mesh}/{name}`, say, with its subscriptions; its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
         async with self.changing(request, "delete", self._noun, mesh, name) as connection:
-            mesh_id = await _hold_mesh(connection, mesh)
+            mesh_id = await _mesh_id(connection, mesh, hold=True)
             await _there(self._noun, name, connection, self._delete, mesh_id, name)
         return web.Response(status=204)
 
@@ -256,7 +259,7 @@ class Operators(Handlers):
         wanted = await decode_body(request, api.CreateOperator)
         token, may = new_token(), f"may {wanted.role} in {wanted.mesh or 'every mesh'}"
         async with self.changing(request, "create", "operator", wanted.name, outcome=may) as connection:
-            mesh_id = None if wanted.mesh is None else await _hold_mesh(connection, wanted.mesh)
+            mesh_id = None if wanted.mesh is None else await _mesh_id(connection, wanted.mesh, hold=True)
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
                 raise _exists("operator", wanted.name, with_token=True)
@@ -302,7 +305,7 @@ class Webhooks(Handlers):
         # Libraries of Standard Webhooks refuse text that is not base64, padding included.
         secret = f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
         async with self.changing(request, "create", "webhook", mesh, topic) as connection:
-            topic_id = await _hold_topic(connection, mesh, topic)
+            topic_id = await _topic_id(connection, mesh, topic, hold=True)
             await _there("topic", topic, connection, QUERIES["lock_topic"], topic_id)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
             if row is None:
@@ -324,7 +327,7 @@ class Webhooks(Handlers):
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
         async with self.changing(request, "delete", "webhook", mesh, topic, webhook) as connection:
-            topic_id = await _hold_topic(connection, mesh, topic)
+            topic_id = await _topic_id(connection, mesh, topic, hold=True)
             key = uuid_of(webhook)
             if key is None or not await connection.fetchval(QUERIES["delete_webhook"], topic_id, key):
                 why = f"the topic has no webhook {webhook[:64]!r}: `postroom topic webhook list {topic}` shows them"
@@ -356,26 +359,19 @@ async def _there(noun: str, name: str, connection: Connection, query: str, *valu
     return found
 
 
-async def _mesh_id(connection: Connection, slug: str) -> int:
-    return int(await _there("mesh", slug, connection, QUERIES["find_mesh"], slug))
+async def _mesh_id(connection: Connection, slug: str, *, hold: bool = False) -> int:
+    """Return the id of a mesh; one that is to be changed is held until the transaction ends, before anything it has."""
+    return int(await _there("mesh", slug, connection, QUERIES["hold_mesh"] if hold else QUERIES["find_mesh"], slug))
 
 
-async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
-    return int(await _there("topic", topic, connection, QUERIES["find_topic"], await _mesh_id(connection, mesh), topic))
-
-
-async def _hold_mesh(connection: Connection, slug: str) -> int:
-    """Return the id of a mesh that is to be changed, and keep it until the transaction ends, before anything it has."""
-    return int(await _there("mesh", slug, connection, QUERIES["hold_mesh"], slug))
-
-
-async def _hold_topic(connection: Connection, mesh: str, topic: str) -> int:
-    mesh_id = await _hold_mesh(connection, mesh)
-    return int(await _there("topic", topic, connection, QUERIES["hold_topic"], mesh_id, topic))
+async def _topic_id(connection: Connection, mesh: str, topic: str, *, hold: bool = False) -> int:
+    mesh_id = await _mesh_id(connection, mesh, hold=hold)
+    query = QUERIES["hold_topic"] if hold else QUERIES["find_topic"]
+    return int(await _there("topic", topic, connection, query, mesh_id, topic))
 
 
 async def _hold_subscription(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
-    topic_id, mesh_id = await _hold_topic(connection, mesh, topic), await _hold_mesh(connection, mesh)
+    topic_id, mesh_id = await _topic_id(connection, mesh, topic, hold=True), await _mesh_id(connection, mesh, hold=True)
     return topic_id, await _there("member", member, connection, QUERIES["hold_member"], mesh_id, member)
 
 

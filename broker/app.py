@@ -25,16 +25,8 @@ from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.trace import Traces
 from broker.unpublished import Consumers, Sources, Unpublished
+from postroom._wire import accept as wire
 from postroom._wire import administration as api
-from postroom._wire.accept import (
-    AcceptBatch,
-    AcceptedQuery,
-    AcceptResponse,
-    DedupeFeature,
-    Features,
-    PayloadFeature,
-    RateLimitFeature,
-)
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
@@ -110,13 +102,14 @@ def routes(services: Services) -> list[Route]:
     return [
         Route("POST", "/v1/accept", accept.accept, "member",
               "Accept a batch of messages from one member; an answer per message, in order",
-              body=AcceptBatch, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
+              body=wire.AcceptBatch, answers={200: wire.AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
         Route("POST", "/v1/accepted", accept.accepted, "member",
               "Ask which of the member's own messages were accepted; writes nothing, costs no unit of a limit",
-              body=AcceptedQuery, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
+              body=wire.AcceptedQuery, answers={200: wire.AcceptResponse},
+              problems=(400, 401, 403, 408, 413, 415, 503)),
         Route("GET", "/v1/features", accept.features, "member",
               "What this broker supports, and the member that the token belongs to",
-              answers={200: Features}, problems=(400, 401, 403, 503)),
+              answers={200: wire.Features}, problems=(400, 401, 403, 503)),
         Route("GET", "/v1/whoami", admin.whoami, "reader", "The token's owner, and what it may do",
               answers={200: api.WhoAmI}, problems=(400, 401, 503)),
         Route("POST", "/v1/meshes", admin.create_mesh, "broker_administer", "Create a mesh",
@@ -227,7 +220,7 @@ class _Accept:
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:
-        asked = await decode_body(request, AcceptedQuery)
+        asked = await decode_body(request, wire.AcceptedQuery)
         return json_response(await self._look_up.accepted(member_of(request), asked))
 
     async def features(self, request: web.Request) -> web.Response:
@@ -237,15 +230,15 @@ class _Accept:
             last_history_id = await connection.fetchval(QUERIES["last_history_id"], member.mesh_id)
         mode, limiter = config.retention.mode, config.limiter
         days = None if mode == "permanent" else config.retention.dedupe_days
-        features = Features(
+        features = wire.Features(
             mesh=member.mesh,
             member=member.name,
             max_batch=config.max_batch,
-            client_message_id_dedupe=DedupeFeature(
+            client_message_id_dedupe=wire.DedupeFeature(
                 version=1, mode=mode, request_fingerprint=True, dedupe_retention_days=days
             ),
-            max_payload=PayloadFeature(inline_bytes=config.max_inline_bytes),
-            rate_limit=RateLimitFeature(
+            max_payload=wire.PayloadFeature(inline_bytes=config.max_inline_bytes),
+            rate_limit=wire.RateLimitFeature(
                 per_mesh=limiter.per_mesh, per_member=limiter.per_member, window_seconds=limiter.window_seconds
             ),
             incarnation=str(incarnation),

@@ -17,16 +17,7 @@ from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import unavailable_as_503
 from broker.operator import BRIEFLY, NATS_UNREACHABLE, PATIENCE, Handlers, Nats, check_mesh, keep_verb
 from broker.requests import decode_body
-from postroom._wire.dead_letters import (
-    DEAD_LETTERS,
-    Letter,
-    LetterCauses,
-    LetterCounts,
-    LetterFilter,
-    LetterLog,
-    LetterPage,
-    LettersQuery,
-)
+from postroom._wire import dead_letters as api
 from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
@@ -45,8 +36,8 @@ class DeadLetters(Handlers):
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters`: never a payload."""
-        query = decode_query(request, LettersQuery)
-        wanted = msgspec.convert(query, LetterFilter, from_attributes=True)
+        query = decode_query(request, api.LettersQuery)
+        wanted = msgspec.convert(query, api.LetterFilter, from_attributes=True)
         async with self._opened(request, own_mesh(request[PRINCIPAL], query.mesh)) as (letters, unread):
             found, next_cursor, _ = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
         return _page(found, next_cursor, unread)
@@ -56,11 +47,11 @@ class DeadLetters(Handlers):
         async with self._opened(request, asked_mesh(request)) as (letters, unread):
             causes, more = await letters.causes(_MOST_LETTERS)
         more |= len(causes) > _MOST_CAUSES
-        return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=unread))
+        return json_response(api.LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=unread))
 
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole for readers of bodies."""
-        wanted = LetterFilter(ids=frozenset({request.match_info["id"]}))
+        wanted = api.LetterFilter(ids=frozenset({request.match_info["id"]}))
         async with self._opened(request, path_mesh(request)) as (letters, unread):
             found = await letters.find(wanted, payloads=True)
         return _page(found, None, unread, whole=request[PRINCIPAL].reads_bodies)
@@ -68,18 +59,18 @@ class DeadLetters(Handlers):
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/log`."""
         async with self._opened(request, asked_mesh(request)) as (letters, _):
-            return json_response(LetterLog(notes=await letters.notes()))
+            return json_response(api.LetterLog(notes=await letters.notes()))
 
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/counts`: for `postroom status`, which waits briefly."""
         async with self._nats.opened(BRIEFLY) as (js, unread), self.reading(request) as connection:
-            return json_response(LetterCounts(letters=await count_letters(connection, js), unread=unread))
+            return json_response(api.LetterCounts(letters=await count_letters(connection, js), unread=unread))
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/dead_letters/<verb>`: a failure of one does not stop the others."""
 
         async def handle(request: web.Request) -> web.Response:
-            asked = await decode_body(request, DEAD_LETTERS.change)
+            asked = await decode_body(request, api.DEAD_LETTERS.change)
             mesh = own_mesh(request[PRINCIPAL], asked.mesh)
             async with self._opened(request, mesh) as (letters, unread):
                 if unread is not None and EFFECTS[verb] is not None:
@@ -87,7 +78,7 @@ class DeadLetters(Handlers):
                 # closed: what is replayed may die again before the next request, and would be replayed for ever
                 page = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES, closed=True)
                 found, next_cursor, missing = page
-                done = list[Letter]()
+                done = list[api.Letter]()
                 failed = [Failure(id=id_, problem=error.problem) for id_, error in missing.items()]
                 if asked.dry_run:
                     done = [_shown(stored) for stored in found]
@@ -104,7 +95,7 @@ class DeadLetters(Handlers):
                             failed.append(Failure(id=stored.id, problem=outcome.problem))
                         else:
                             done.append(_shown(stored, new_message_id=outcome))
-                result = Result[Letter](
+                result = Result[api.Letter](
                     dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=unread
                 )
             return json_response(result)
@@ -117,7 +108,7 @@ class DeadLetters(Handlers):
         actor = request[PRINCIPAL].actor
 
         async def log(connection: Connection, verb: str, ids: Sequence[str], why: str) -> None:
-            await keep_verb(connection, actor, DEAD_LETTERS, verb, [f"{mesh} {id_}" for id_ in ids], reason=why)
+            await keep_verb(connection, actor, api.DEAD_LETTERS, verb, [f"{mesh} {id_}" for id_ in ids], reason=why)
 
         async with self._nats.opened(PATIENCE) as (js, unread), self.reading(request) as connection:
             letters = LetterOperations(connection, js, mesh, actor=actor, log=log)
@@ -134,11 +125,11 @@ def _page(
     found: list[StoredLetter], next_cursor: str | None, unread: Problem | None, *, whole: bool = False
 ) -> web.Response:
     shown = [_shown(stored, whole=whole) for stored in found]
-    return json_response(LetterPage(letters=shown, next_cursor=next_cursor, unread=unread))
+    return json_response(api.LetterPage(letters=shown, next_cursor=next_cursor, unread=unread))
 
 
-def _shown(stored: StoredLetter, *, whole: bool = False, new_message_id: str | None = None) -> Letter:
+def _shown(stored: StoredLetter, *, whole: bool = False, new_message_id: str | None = None) -> api.Letter:
     letter = stored.letter
     if letter is not None and not whole:
         letter = letter.summary()
-    return Letter(id=stored.id, letter=letter, new_message_id=new_message_id)
+    return api.Letter(id=stored.id, letter=letter, new_message_id=new_message_id)

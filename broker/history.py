@@ -9,11 +9,9 @@ History goes by `history_id` (docs/contract/accept.md#accept-5, and #accept-42 f
 
 `POST /v1/accepted`: which of a member's messages the broker has accepted. B0 alone: no row, no unit of the limiter.
 
-A "no" is useful only where it stays true: the caller may have given up a post that is still at work here. So before a
-"no" the look-up waits until every post that may hold the id has ended: the member's batches at work in this process,
-then the transactions in Postgres that began before, from any instance. It cannot see a batch that waits for its turn in
-another instance, or in a proxy; that one ends unwritten as soon as its instance notices that the caller has
-disconnected.
+A "no" has to stay true (docs/contract/accept.md#accept-24): before it the look-up waits for the member's batches at
+work in this process, then for the transactions in Postgres that began before, from any instance. It cannot see a batch
+that waits for its turn elsewhere; that ends unwritten once its instance notices that the caller has disconnected.
 """
 
 import asyncio
@@ -92,10 +90,7 @@ class History(Handlers):
         if page.messages and (len(page.messages) < page.matched or page.matched == query.limit):
             next_after = page.last
         answer = api.HistoryPage(
-            messages=page.messages,
-            next_after=next_after,
-            incarnation=str(incarnation),
-            deleted_to=page.deleted_to,
+            messages=page.messages, next_after=next_after, incarnation=str(incarnation), deleted_to=page.deleted_to
         )
         return json_response(answer)
 

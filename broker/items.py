@@ -2,7 +2,6 @@
 
 Reading takes three steps, because B0 comes before anything that can fail: `split` finds where each message of a batch
 begins and ends, `read_item` takes only its id and fingerprint, and `check` decodes it once its id is known to be new.
-Each handles one message at a time, so that other batches get their turn in between.
 """
 
 import re
@@ -212,6 +211,11 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
     if envelope.traceparent is not None and TRACEPARENT.fullmatch(envelope.traceparent) is None:
         refuse("invalid_traceparent", "traceparent is not valid (W3C Trace Context)", "traceparent")
     meta = envelope.meta or {}
+    mentions = _mentions(meta)
+    event_version = meta.get("event_version", 1) if checked.destination.kind == "topic" else 1
+    if type(event_version) is not int or not 1 <= event_version <= _MAX_EVENT_VERSION:
+        sentence = f"meta.event_version must be a whole number from 1 to {_MAX_EVENT_VERSION}"
+        refuse("invalid_event_version", sentence, "meta.event_version")
     return Checked(
         checked.destination.kind,
         checked.destination.ref,
@@ -221,22 +225,12 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         checked.meta.decode() if checked.meta else None,
         checked.body,
         envelope.body_base64 is None,
-        _mentions(meta),
+        mentions,
         None if checked.destination.kind == "dm" else msgspec.Raw(encoded),
-        _event_version(checked.destination.kind, meta),
+        event_version,
         uuid_of(meta.get("correlation_id")),
         uuid_of(meta.get("causation_id")),
     )
-
-
-def _event_version(kind: DestinationKind, meta: Mapping[str, Any]) -> int:
-    version = meta.get("event_version", 1)
-    if kind != "topic":
-        return 1
-    if type(version) is not int or not 1 <= version <= _MAX_EVENT_VERSION:
-        sentence = f"meta.event_version must be a whole number from 1 to {_MAX_EVENT_VERSION}"
-        refuse("invalid_event_version", sentence, "meta.event_version")
-    return version
 
 
 def _mentions(meta: Mapping[str, Any]) -> list[str]:

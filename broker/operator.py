@@ -3,8 +3,8 @@
 NATS is asked over a connection per request, since accepting needs none. Without NATS a request is answered with what
 Postgres knows, and the answer says what is missing.
 
-The log has one writer (docs/contract/operate.md#operate-37). The actor is the authenticated caller. A line is written
-in the transaction of its change: what cannot be logged is not done.
+The log has one writer (docs/contract/operate.md#operate-37). A line is written in the transaction of its change: what
+cannot be logged is not done.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence

@@ -192,10 +192,8 @@ class FeatureCheck:
 class Comparison:
     """Compares the done rows with the broker's database, after that was restored to an earlier state.
 
-    The features name the database's incarnation. If it is not the one that the done rows were last compared with, they
-    are looked up, batch by batch, while the relay works. A row not found is missing until an operator sends it again.
-    The same happens when the mesh's numbers have gone back: an older database was put in place without
-    `postroom broker restored`.
+    That is so where its incarnation is not the one that the done rows were last compared with, or the mesh's numbers
+    have gone back: then it was put in place without `postroom broker restored` (docs/contract/send.md#send-97).
 
     A daemon has one: call `begin` when `name_of` returns a name, and `run` it as a task.
     """

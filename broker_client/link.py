@@ -18,15 +18,7 @@ import structlog
 from broker_client.channel import Channel, Failure, Reply, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from outbox import Accepted, ClaimedRow, DoneRow, Outbox, Unanswered
-from postroom._wire.accept import (
-    OVERLOADED,
-    AcceptAnswer,
-    AcceptedQuery,
-    AcceptResponse,
-    Features,
-    RawAcceptItem,
-    SentMessage,
-)
+from postroom._wire import accept as wire
 from postroom._wire.administration import Subscribe, Subscription, TopicList
 from postroom._wire.ids import now_ms
 from postroom._wire.message import parse_destination
@@ -90,13 +82,13 @@ class BrokerLink:
         """
         return self._channel.token.changes()
 
-    async def accept(self, rows: Sequence[ClaimedRow]) -> list[AcceptAnswer]:
+    async def accept(self, rows: Sequence[ClaimedRow]) -> list[wire.AcceptAnswer]:
         """Post one batch and return its answers in the order of `rows`; raises `RequestFailed`.
 
         The broker recognises an id that it has accepted (its dedupe row), so posting a batch twice is harmless.
         """
         items = [
-            RawAcceptItem(
+            wire.RawAcceptItem(
                 client_message_id=row.client_message_id,
                 request_fingerprint=row.fingerprint.hex(),
                 message=msgspec.Raw(row.payload),  # the outbox's bytes, never decoded
@@ -119,21 +111,21 @@ class BrokerLink:
         found = [(row, _found(answer)) for row, answer in answers if not _lacks(answer)]
         return found, [row for row, answer in answers if _lacks(answer)]
 
-    async def _look_up(self, rows: Sequence[Unanswered | DoneRow]) -> list[AcceptAnswer]:
+    async def _look_up(self, rows: Sequence[Unanswered | DoneRow]) -> list[wire.AcceptAnswer]:
         messages = [
-            SentMessage(client_message_id=row.client_message_id, request_fingerprint=row.fingerprint.hex())
+            wire.SentMessage(client_message_id=row.client_message_id, request_fingerprint=row.fingerprint.hex())
             for row in rows
         ]
-        answers = await self._answers("/v1/accepted", _encode(AcceptedQuery(messages=messages)), rows)
+        answers = await self._answers("/v1/accepted", _encode(wire.AcceptedQuery(messages=messages)), rows)
         if strange := next((each for each in answers if each.status not in _LOOKED_UP), None):
             raise _garbage(f"the broker's answer for {strange.client_message_id} is not valid")
         return answers
 
     async def _answers(
         self, path: str, body: bytes, rows: Sequence[ClaimedRow | Unanswered | DoneRow]
-    ) -> list[AcceptAnswer]:
+    ) -> list[wire.AcceptAnswer]:
         """Post something about `rows`, and return an answer that makes sense for each, in their order."""
-        answers = _decoded(self._succeeded(await self._request("POST", path, body)), AcceptResponse).answers
+        answers = _decoded(self._succeeded(await self._request("POST", path, body)), wire.AcceptResponse).answers
         if len(answers) != len(rows):
             raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
         for row, answer in zip(rows, answers, strict=True):
@@ -150,9 +142,9 @@ class BrokerLink:
                 raise _garbage(f"the broker's answer for {row.client_message_id} is not valid")
         return answers
 
-    async def features(self) -> Features:
+    async def features(self) -> wire.Features:
         """Ask what the broker supports, and the mesh and member of the token; raises `RequestFailed`."""
-        return _decoded(self._succeeded(await self._request("GET", "/v1/features")), Features)
+        return _decoded(self._succeeded(await self._request("GET", "/v1/features")), wire.Features)
 
     async def report_ended(self, report: EndedRows) -> None:
         """Report rows that ended here; raises `RequestFailed`."""
@@ -214,7 +206,7 @@ class BrokerLink:
 def failure_of(status: int, code: str = "") -> Failure:
     """Sort the status, and the problem's code, of a whole request that did not succeed."""
     match status:
-        case HTTPStatus.SERVICE_UNAVAILABLE if code == OVERLOADED:
+        case HTTPStatus.SERVICE_UNAVAILABLE if code == wire.OVERLOADED:
             return Failure.OVERLOADED
         case 401 | 403 | 404:
             return Failure.NOT_PERMITTED
@@ -228,12 +220,12 @@ def failure_of(status: int, code: str = "") -> Failure:
             return Failure.GARBAGE
 
 
-def _lacks(answer: AcceptAnswer) -> bool:
+def _lacks(answer: wire.AcceptAnswer) -> bool:
     mismatch = answer.problem is not None and answer.problem.conflict == "request_fingerprint_mismatch"
     return answer.status == HTTPStatus.NOT_FOUND or mismatch
 
 
-def _found(answer: AcceptAnswer) -> Accepted | None:
+def _found(answer: wire.AcceptAnswer) -> Accepted | None:
     if answer.broker_message_id is None or answer.history_id is None:
         return None
     return Accepted(answer.broker_message_id, answer.history_id)

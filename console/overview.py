@@ -16,22 +16,10 @@ from aiohttp.client_exceptions import ClientConnectionResetError
 from console.sessions import SESSION
 from console.views import MESSAGES, SESSIONS, draw, number, page
 from postroom import BrokerClient
+from postroom._wire import programs as api
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
-from postroom._wire.programs import (
-    MINUTES,
-    PROGRAMS,
-    REPORT_SECONDS,
-    Minute,
-    MinutesQuery,
-    ProgramsQuery,
-    Rates,
-    Trouble,
-    hour_in_words,
-    troubles_of,
-    worst_first,
-)
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery
 from postroom.errors import PostroomError
 
@@ -44,7 +32,7 @@ class Overview(NamedTuple):
     """The state at one moment: numbers by name, as text, what is wrong, and the plots of the last hour."""
 
     numbers: dict[str, str]
-    wrong: list[Trouble]
+    wrong: list[api.Trouble]
     paths: dict[str, str]
 
 
@@ -55,9 +43,9 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._rates = Rates()
+        self._rates = api.Rates()
         self._seen: tuple[float, Overview] | None = None
-        self.minutes: list[Minute] = []
+        self.minutes: list[api.Minute] = []
         self._minutes_at = -math.inf
         self._lock = asyncio.Lock()
 
@@ -75,14 +63,14 @@ class Watch:
     async def _look(self, client: BrokerClient) -> Overview:
         health, programs, sources, consumers, letters, jobs = await asyncio.gather(
             client.health(),
-            client.list_things(PROGRAMS, ProgramsQuery()),
+            client.list_things(api.PROGRAMS, api.ProgramsQuery()),
             client.list_things(SOURCES, MeshQuery()),
             client.list_things(CONSUMERS, ConsumersQuery()),
             client.counts(DEAD_LETTERS),
             client.counts(JOBS),
         )
-        if (now := time.monotonic()) - self._minutes_at > REPORT_SECONDS:
-            self.minutes = (await client.list_things(MINUTES, MinutesQuery())).minutes
+        if (now := time.monotonic()) - self._minutes_at > api.REPORT_SECONDS:
+            self.minutes = (await client.list_things(api.MINUTES, api.MinutesQuery())).minutes
             self._minutes_at = now
         self._rates.see(programs.programs)
         rates = {name: self._rates.of(name) for name in _RATES}
@@ -99,16 +87,16 @@ class Watch:
             "programs": len(programs.programs),
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
-        shown |= {f"hour_{name}": caption for name, caption in hour_in_words(self.minutes).items()}
+        shown |= {f"hour_{name}": caption for name, caption in api.hour_in_words(self.minutes).items()}
         cut_off = health.status == "unavailable"  # reports cannot be kept: that they do not come is no news
         heard = [one for one in programs.programs if not (one.away and cut_off)]
-        wrong = [Trouble("the broker", one, "postroom doctor", "down") for one in health.reasons if cut_off]
-        wrong += troubles_of([*heard, *consumers.consumers, *sources.sources, letters, jobs])
+        wrong = [api.Trouble("the broker", one, "postroom doctor", "down") for one in health.reasons if cut_off]
+        wrong += api.troubles_of([*heard, *consumers.consumers, *sources.sources, letters, jobs])
         wrong += jobs.unattended(programs.programs)
         if consumers.unread is not None:
-            wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
+            wrong.append(api.Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
         numbers = {name: number(count) for name, count in counts.items()} | shown
-        return Overview(numbers, worst_first(wrong), draw(self.minutes))
+        return Overview(numbers, api.worst_first(wrong), draw(self.minutes))
 
 
 WATCH: Final = web.AppKey("watch", Watch)

@@ -1,7 +1,6 @@
-"""Repairs: an operator's change, shown first as a dry run, then done with a reason, with its progress.
+"""Repairs: an operator's change, shown as a dry run, then done with a reason (docs/contract/operate.md#operate-72).
 
-A repair applies only to the things that its dry run has found, not to those that fail meanwhile. It belongs to the
-session that began it, and is forgotten with it; what was done is in the broker's log.
+A repair belongs to the session that began it, and is forgotten with it; what was done is in the broker's log.
 """
 
 import asyncio

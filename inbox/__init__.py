@@ -287,11 +287,6 @@ class Inbox:
         """Return an event that is set when something is filed after this call, or the inbox is closed."""
         return self._arrived
 
-    async def oldest(self) -> int | None:
-        """Return when the oldest message was received, in ms since the epoch."""
-        oldest: int | None = await self._read(lambda db: db.execute(_READ["oldest"]).fetchone()[0])
-        return oldest
-
     @property
     def used_bytes(self) -> int:
         """Bytes of the file."""

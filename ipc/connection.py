@@ -1,13 +1,12 @@
 """A connection: its peer, its deadlines, the requests that it reads and the answers that it writes.
 
-In addition to the deadlines of the broker's connections, a socket open to every local process needs: the peer's
-credentials, read once on accept; and deadlines for a body that does not end (bad-input.md, "Before HTTP").
+In addition to the deadlines of the broker's connections, a socket open to every local process needs the peer's
+credentials, and deadlines for a body that does not end (docs/contract/bad-input.md, "Before HTTP").
 
-Reading a request with aiohttp and building its objects costs more than the rest of a send except its commit. So a
-connection examines what arrives. A `POST /v1/send` that comes alone and whole, over the Unix socket, with only the
-usual fields in its head, becomes a `PlainSend`, is answered as every request is, and the answer is written here without
-aiohttp. Everything else is given to aiohttp, which reads it, refuses it or waits for the rest of it, and becomes a
-`Request`. Both are answered by `Server`, so that access, shares, limits, counters and errors are the same.
+Reading a request with aiohttp costs more than the rest of a send except its commit. So a `POST /v1/send` that comes
+alone and whole, over the Unix socket, with only the usual fields in its head, becomes a `PlainSend`, whose answer is
+written here without aiohttp. Everything else is given to aiohttp, and becomes a `Request`. Both are answered by
+`Server`, so that access, shares, limits, counters and errors are the same.
 
 The two must never disagree about where a request begins. A whole request in an unambiguous form leaves aiohttp at the
 end of a request, and the next one may take the short way again. After anything else the connection stays with aiohttp.

@@ -79,7 +79,8 @@ class InboxRoutes:
                         raise ConnectionResetError("its token is not valid, or the inbox was closed") from error
                 if messages:
                     await request.take_turn(_size(messages))
-                    await response.write(b"".join(map(_event, messages)))
+                    form = b"id: %d\nevent: message\ndata: %s\n\n"
+                    await response.write(b"".join(form % (each.position, each.encoded()) for each in messages))
                 elif not await self._arrives(arrival, end):
                     await response.write(b": still here\nid: %d\n\n" % after)
         return response
@@ -107,10 +108,6 @@ class InboxRoutes:
             finally:
                 self._counters.event_readers -= 1
                 self._counters.in_flight += 1
-
-
-def _event(stored: StoredMessage) -> bytes:
-    return b"id: %d\nevent: message\ndata: %s\n\n" % (stored.position, stored.encoded())
 
 
 def _size(messages: Sequence[StoredMessage]) -> int:

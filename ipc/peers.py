@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -241,21 +241,20 @@ class DestinationRule:
 
         A send that is on disk already is answered in any case.
         """
-        return partial(self._accept_allowed, outbox) if self._patterns else outbox.accept
 
-    async def _accept_allowed(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> list[AcceptedRow | PostroomError]:
-        runs = [(may_go, list(run)) for may_go, run in groupby(sends, lambda send: self.allows(send.destination))]
-        asked: list[Coroutine[Any, Any, Sequence[AcceptedRow | PostroomError | None]]] = [
-            outbox.accept(run, caller) if may_go else outbox.known(run, caller) for may_go, run in runs
-        ]
-        found = await asyncio.gather(*asked)  # in order, and all before what the caller sends later
-        return [
-            row or _not_allowed(send.destination)
-            for (_, run), rows in zip(runs, found, strict=True)
-            for send, row in zip(run, rows, strict=True)
-        ]
+        async def accept(sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | PostroomError]:
+            runs = [(may_go, list(run)) for may_go, run in groupby(sends, lambda send: self.allows(send.destination))]
+            asked: list[Coroutine[Any, Any, Sequence[AcceptedRow | PostroomError | None]]] = [
+                outbox.accept(run, caller) if may_go else outbox.known(run, caller) for may_go, run in runs
+            ]
+            found = await asyncio.gather(*asked)  # in order, and all before what the caller sends later
+            return [
+                row or _not_allowed(send.destination)
+                for (_, run), rows in zip(runs, found, strict=True)
+                for send, row in zip(run, rows, strict=True)
+            ]
+
+        return accept if self._patterns else outbox.accept
 
     def allows(self, destination: str) -> bool:
         """Return whether callers may send there."""

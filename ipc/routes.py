@@ -16,27 +16,11 @@ from ipc.outbox import OutboxRoutes
 from ipc.sends import SendRoutes
 from ipc.services import Services
 from postroom._wire import operations
+from postroom._wire import sends as api
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.cloudevents import STRUCTURED, CloudEventQuery
 from postroom._wire.message import SendRequest
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
-from postroom._wire.sends import (
-    BatchResult,
-    BulkResult,
-    EventsQuery,
-    Health,
-    InboxMessage,
-    InboxPage,
-    InboxQuery,
-    OutboxPage,
-    OutboxRow,
-    Ready,
-    RelayStatus,
-    RowChain,
-    SendList,
-    SendResult,
-    Version,
-)
 from postroom._wire.trace import Story, TraceQuery
 from postroom._wire.transport import EVENT_STREAM, NDJSON, SQLITE
 from postroom.chassis.routes import Access, Route, openapi
@@ -81,27 +65,28 @@ def routes(services: Services) -> list[Route]:
     # fmt: off
     table = [
         Route("POST", "/v1/send", sends.send, CALLER, "send one message", body=SendRequest, headers=_SEND_HEADERS,
-              answers={202: SendResult, 200: SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
+              answers={202: api.SendResult, 200: api.SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
         Route("POST", "/v1/send/batch", sends.batch, CALLER, "send a stream of messages, one per line",
-              body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
+              body=SendRequest, body_media=NDJSON, answers={200: api.BatchResult}, answer_media=NDJSON, problems=_BODY),
         Route("POST", "/v1/cloudevents", sends.cloudevent, CALLER, "send one CloudEvent, structured or binary",
               query=CloudEventQuery, body=dict[str, Any], body_media=STRUCTURED, headers=_EVENT_HEADERS,
-              answers={202: SendResult, 200: SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
+              answers={202: api.SendResult, 200: api.SendResult}, answer_headers=_SENT_HEADERS, problems=_SEND),
         Route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "the state of a send",
-              query=operations.WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
+              query=operations.WaitQuery, answers={200: api.OutboxRow}, problems=(400, 404)),
         Route("POST", "/v1/sends", sends.where_all, CALLER, "the states of many sends",
-              body=operations.SendsQuery, answers={200: SendList}, problems=_BODY),
+              body=operations.SendsQuery, answers={200: api.SendList}, problems=_BODY),
 
         Route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
-              query=operations.ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
+              query=operations.ListQuery, answers={200: api.OutboxPage}, problems=(400, 403)),
         Route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one per line",
-              query=operations.ExportQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
+              query=operations.ExportQuery, answers={200: api.OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
         Route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
-              answers={200: RowChain}, problems=(400, 403, 404)),
+              answers={200: api.RowChain}, problems=(400, 403, 404)),
         *(Route("POST", f"/v1/outbox/{{id}}/{verb}", outbox.one(verb), OPERATOR, f"{verb} one row: {each.effect}",
-                body=each.body, answers={200: OutboxRow}, problems=_VERB) for verb, each in operations.VERBS.items()),
+                body=each.body, answers={200: api.OutboxRow}, problems=_VERB)
+          for verb, each in operations.VERBS.items()),
         *(Route("POST", f"/v1/outbox/{verb}", outbox.bulk(verb), OPERATOR, f"{verb} many rows: {each.effect}",
-                body=operations.BulkRequest, answers={200: BulkResult}, problems=_BODY)
+                body=operations.BulkRequest, answers={200: api.BulkResult}, problems=_BODY)
           for verb, each in operations.VERBS.items()),
         Route("GET", OPERATOR_LOG.path, outbox.log, OPERATOR, "what operators did to rows and to the relay, and why",
               query=LogQuery, answers={200: LogPage}, problems=(400, 403)),
@@ -116,15 +101,15 @@ def routes(services: Services) -> list[Route]:
               problems=(*_BODY, 429, 500, 503, 507)),
 
         Route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "pause the relay, or one destination",
-              body=operations.PauseRequest, answers={200: RelayStatus}, problems=_BODY),
+              body=operations.PauseRequest, answers={200: api.RelayStatus}, problems=_BODY),
         Route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "resume the relay, at a rate if one is given",
-              body=operations.ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
+              body=operations.ResumeRequest, answers={200: api.RelayStatus}, problems=_BODY),
 
         Route("GET", "/v1/inbox", inbox.list, CALLER, "received messages, page by page",
-              query=InboxQuery, answers={200: InboxPage}, problems=(400, 404, 503)),
+              query=api.InboxQuery, answers={200: api.InboxPage}, problems=(400, 404, 503)),
         Route("GET", "/v1/events", inbox.events, CALLER, "received messages as a live stream, from Last-Event-ID on",
-              query=EventsQuery, headers={"Last-Event-ID": "the position to resume after, instead of `since`"},
-              answers={200: InboxMessage}, answer_media=EVENT_STREAM, problems=(400, 404, 429, 503)),
+              query=api.EventsQuery, headers={"Last-Event-ID": "the position to resume after, instead of `since`"},
+              answers={200: api.InboxMessage}, answer_media=EVENT_STREAM, problems=(400, 404, 429, 503)),
 
         Route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
               answers={200: TopicList}, problems=(400, 503)),
@@ -133,13 +118,13 @@ def routes(services: Services) -> list[Route]:
         Route("DELETE", "/v1/topics/{topic}/subscription", topics.unsubscribe, OPERATOR, "unsubscribe this member",
               answers={204: None}, problems=(400, 403, 404, 503)),
 
-        Route("GET", "/v1/health", control.health, CALLER, "ok or degraded, and why", answers={200: Health}),
+        Route("GET", "/v1/health", control.health, CALLER, "ok or degraded, and why", answers={200: api.Health}),
         Route("GET", "/v1/ready", control.ready, CALLER, "whether a send would be accepted now",
-              answers={200: Ready}, problems=(400, 503)),
+              answers={200: api.Ready}, problems=(400, 503)),
         Route("GET", "/v1/metrics", control.metrics, CALLER, "the metrics, for Prometheus",
               answers={200: str}, answer_media=EXPOSITION),
         Route("GET", "/v1/version", control.version, CALLER, "the program, its version, its mesh",
-              answers={200: Version}),
+              answers={200: api.Version}),
         Route("GET", "/v1/openapi.json", control.openapi, CALLER, "this document", answers={200: dict[str, Any]}),
     ]
     # fmt: on

@@ -16,16 +16,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import MultiMapping, istr
 
-from ipc.connection import (
-    Answer,
-    BodyReader,
-    PlainSend,
-    Request,
-    check_media,
-    decode_body,
-    json_answer,
-    start_body,
-)
+from ipc.connection import Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer, start_body
 from ipc.services import Services
 from ipc.shares import NO_UID, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped

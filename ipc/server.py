@@ -17,9 +17,6 @@ from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.connection import Answer, Connection, PlainSend, Request, expects_more, problem_answer, problem_of
@@ -61,7 +58,9 @@ class Server(TimedServer):
             self._answer,
             deadlines=limits,
             on_drop=self._count_drop,
-            request_factory=cast(Any, self._request),
+            request_factory=lambda head, body, handler, writer, task: Request(
+                head, body, handler, writer, task, self._running_loop
+            ),
             access_log=None,
             auto_decompress=False,
             tcp_keepalive=False,
@@ -178,16 +177,6 @@ class Server(TimedServer):
         self._open.leave(cast(Connection, handler))
         self._counters.connections = self._open.count
 
-    def _request(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> Request:
-        return Request(message, payload, protocol, writer, task, self._running_loop)
-
     async def _answer(self, request: Request | PlainSend) -> web.StreamResponse:
         connection = request.connection
         uid = connection.caller.uid
@@ -279,20 +268,17 @@ class Table:
         """Return the route; raises `NotFound`, or a 405 where the path takes other methods."""
         if route := self.fixed.get((method, path)):
             return Found(route, {})
-        candidates = list(self._candidates(path))
+        candidates = [Found(route, {}) for (_, known), route in self.fixed.items() if known == path]
+        parts = path.split("/")
+        for segments, route in self._variable.get(len(parts), ()):
+            if (params := _match(segments, parts)) is not None:
+                candidates.append(Found(route, params))
         for found in candidates:
             if found.route.method == method:
                 return found
         if candidates:
             raise MethodNotAllowed(found.route.method for found in candidates)
         raise NotFound.of("no_such_route", "there is no such route: read GET /v1/openapi.json, which lists them all")
-
-    def _candidates(self, path: str) -> Iterable[Found]:
-        yield from (Found(route, {}) for (_, known), route in self.fixed.items() if known == path)
-        parts = path.split("/")
-        for segments, route in self._variable.get(len(parts), ()):
-            if (params := _match(segments, parts)) is not None:
-                yield Found(route, params)
 
 
 class MethodNotAllowed(PostroomError):
@@ -347,18 +333,16 @@ class OpenConnections:
         self._resize(uid, 1)
         if self.count <= self.cap:
             return None
-        surplus = self._surplus(newcomer, uid)
-        self.leave(surplus)
-        return surplus
-
-    def _surplus(self, newcomer: Connection, uid: int) -> Connection:
         greediest = max(self._sizes, key=self._sizes.__getitem__)
         idle, busy = self._idle[greediest], self._busy[greediest]
+        surplus = newcomer if greediest == uid or not busy else next(iter(busy))
         for guest in list(islice(idle, _EXAMINED)):
             if guest is not newcomer and guest.idle_since is not None:
-                return guest
+                surplus = guest
+                break
             idle[guest] = idle.pop(guest)  # to the end of the row
-        return newcomer if greediest == uid or not busy else next(iter(busy))
+        self.leave(surplus)
+        return surplus
 
     def leave(self, guest: Connection) -> None:
         """Forget a connection; a second call does nothing."""

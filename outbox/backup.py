@@ -105,11 +105,8 @@ def _check_room(directory: Path, needed: int) -> None:
 def restore(directory: Path, backup: Path, reason: str) -> Path | None:
     """Make a copy of `backup` the outbox of `directory`; returns where the old one was set aside, if there was one.
 
-    The line of the operator log about it is in the new outbox. Until that is whole and on disk a failure leaves
-    everything as it was. What waits in it may have been accepted since the backup, so its outcome is unknown.
-
-    Raises `Fatal`: 69 where a daemon runs there, 78 for a file that is not a whole backup of an outbox, 75 on a full
-    disk, 74 on a failing one; `InvalidMessage` without a reason.
+    Until that is whole and on disk a failure leaves everything as it was. What waits in it may have been accepted since
+    the backup, so its outcome is unknown. Raises `Fatal`, and `InvalidMessage` without a reason.
     """
     order = Order(Caller.this_process(), reason).checked()
     file = OwnedFile(directory, NAME, may_be_anothers=True)

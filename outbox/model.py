@@ -115,10 +115,9 @@ class Verdict(StrEnum):
 class Settlement(NamedTuple):
     """The relay's outcome for one claimed row; it only affects a row that is still `inflight`.
 
-    `RETRY` makes it due again after `wait_ms`, by the outbox's clock when it is settled, and, where `burns_attempt`,
-    counts the attempt. `duplicate` marks a `DONE` row that the broker had accepted before. `answered` says whether the
-    broker answered for the row (True), was sent it and did not (False: it may have been accepted), or was not sent it
-    (None).
+    `RETRY` makes it due again after `wait_ms`, and counts the attempt where it `burns_attempt`. `duplicate` is a `DONE`
+    row that the broker had accepted before. `answered` says whether the broker answered for the row (True), was sent it
+    and did not (False: it may have been accepted), or was not sent it (None).
     """
 
     row_id: str

@@ -11,24 +11,10 @@ from typing import Final, Self, get_args
 
 import structlog
 
-from outbox import errors, operations, reader, relay, writer
+from outbox import errors, model, operations, reader, relay, writer
 from outbox.accept import Accept, known
 from outbox.backup import Backup, DraftKind, back_up, draft_of
 from outbox.comparison import Resent, begin, note, resend
-from outbox.model import (
-    LANES,
-    NAME,
-    SCHEMA,
-    Accepted,
-    Caller,
-    ClaimedRow,
-    Comparison,
-    DoneRow,
-    OutboxSettings,
-    Post,
-    Settlement,
-    Verdict,
-)
 from outbox.settled import prune
 from outbox.transaction import Step
 from postroom._wire.accept_table import AcceptedRow
@@ -73,7 +59,7 @@ class Outbox(reader.Reader):
         store: Store,
         transactor: writer.Transactor,
         *,
-        settings: OutboxSettings,
+        settings: model.OutboxSettings,
         walked: relay.WalkedPast,
         clock: Callable[[], int],
         look_up: operations.LookUp | None,
@@ -95,7 +81,7 @@ class Outbox(reader.Reader):
     async def open(
         cls,
         directory: Path,
-        settings: OutboxSettings | None = None,
+        settings: model.OutboxSettings | None = None,
         *,
         accept_lost_ids: bool = False,
         clock: Callable[[], int] = now_ms,
@@ -110,12 +96,10 @@ class Outbox(reader.Reader):
         returns ms too, and nobody sets it: where it is given, no row that was accepted since this start, and may not
         have reached the broker, is older than the start. `look_up` asks the broker for rows that it did not answer for.
 
-        Raises `Fatal`: 69 where another process owns the directory, 78 for a file that is damaged or was set aside (it
-        names `postroom outbox recover`), that is missing or empty beside its log, that was recovered with rows missing,
-        unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74 while the disk is full or
-        fails.
+        Raises `Fatal`: 69 where another process owns the directory, 78 for a file that cannot be used as it is, which
+        one that was recovered with rows missing can with `accept_lost_ids`, 75 or 74 while the disk is full or fails.
         """
-        settings = settings or OutboxSettings()
+        settings = settings or model.OutboxSettings()
         walked = relay.WalkedPast()
         transactor = writer.Transactor(
             clock=clock,
@@ -129,12 +113,12 @@ class Outbox(reader.Reader):
         def prepare(db: sqlite3.Connection) -> None:
             recoveries, missing = db.execute(_RECOVERED["unaccepted"]).fetchone()
             if accept_lost_ids:
-                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(Caller.this_process())})
+                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(model.Caller.this_process())})
             elif recoveries:
                 raise errors.ids_lost(file.path, missing)
             transactor.start(db)
 
-        file = OwnedFile(directory, NAME)
+        file = OwnedFile(directory, model.NAME)
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
             raise errors.cut_short(file.path, file.damaged)
@@ -143,7 +127,7 @@ class Outbox(reader.Reader):
                 remove(draft_of(file.path, kind))
         store = await Store.open(
             file,
-            SCHEMA,
+            model.SCHEMA,
             errors.ANSWERS,
             prepare=prepare,
             damaged=errors.damaged,
@@ -173,7 +157,7 @@ class Outbox(reader.Reader):
 
     # Sending
 
-    async def accept(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | PostroomError]:
+    async def accept(self, sends: Sequence[PreparedSend], caller: model.Caller) -> list[AcceptedRow | PostroomError]:
         """Write new sends, in order; an outcome per send, once it is on disk (docs/contract/send.md#send-36).
 
         A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
@@ -192,7 +176,7 @@ class Outbox(reader.Reader):
                 break
         return outcomes
 
-    async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
+    async def known(self, sends: Sequence[PreparedSend], caller: model.Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
         return await self._store.submit(Step(partial(known, Accept.of(sends, caller))))
 
@@ -206,13 +190,12 @@ class Outbox(reader.Reader):
 
     async def claim(
         self, *, limit: int = CLAIM_ROWS, max_bytes: int = CLAIM_BYTES, excluded: Collection[str] = ()
-    ) -> list[ClaimedRow]:
+    ) -> list[model.ClaimedRow]:
         """Make due rows `inflight` and return them, by priority, then age.
 
-        At most `limit` rows and `max_bytes` of payload (but at least one row); none whose destination is `excluded`,
-        which is meant for the few destinations that an operator paused. May return nothing although rows are due,
-        after it walked past many excluded ones; `wait_for_work` then returns at once. Where the last claim left nothing
-        due, and nothing came since, it does not look for a second.
+        At most `limit` rows and `max_bytes` of payload (but at least one row); none whose destination is `excluded`. It
+        may return nothing although rows are due, after it walked past many excluded ones: `wait_for_work` then returns
+        at once. Where the last claim left nothing due, and nothing came since, it does not look for a second.
         """
         now = self._clock()
         quiet = not self._work.is_set() and (self._next_due is None or self._next_due > now)
@@ -245,7 +228,7 @@ class Outbox(reader.Reader):
         return result
 
     async def settle(
-        self, settlements: Sequence[Settlement], post: Post | None = None, *, patient: bool = False
+        self, settlements: Sequence[model.Settlement], post: model.Post | None = None, *, patient: bool = False
     ) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed.
 
@@ -255,8 +238,8 @@ class Outbox(reader.Reader):
         patience = _PATIENCE_SECONDS if patient and not self._watchers.any else 0.0
         settle = Step(partial(relay.settle, settlements, self._walked, post), rows=len(settlements))
         settled = await self._store.submit(settle, patience=patience)
-        self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
-        if any(s.verdict is Verdict.RETRY for s in settlements):
+        self._watchers.settled(s.row_id for s in settlements if s.verdict is not model.Verdict.RETRY)
+        if any(s.verdict is model.Verdict.RETRY for s in settlements):
             self._work.set()
         return settled
 
@@ -265,7 +248,7 @@ class Outbox(reader.Reader):
 
         It begins when the row was enqueued, or at its `not_before` where that is later.
         """
-        total, places = 0, dict.fromkeys(LANES, 0)
+        total, places = 0, dict.fromkeys(model.LANES, 0)
         while places:
             work = partial(relay.expire, before_ms, _EXPIRY_CHUNK, places, self._transactor.own())
             expire = Step(work, rows=_EXPIRY_CHUNK * len(places))
@@ -290,7 +273,7 @@ class Outbox(reader.Reader):
         *,
         paused: bool,
         rate_per_second: float | None = None,
-        caller: Caller,
+        caller: model.Caller,
         reason: str,
     ) -> None:
         """Store that a destination (None for everything) is paused, or continues at a rate."""
@@ -307,7 +290,7 @@ class Outbox(reader.Reader):
         verb: Verb,
         row_id: str,
         *,
-        caller: Caller,
+        caller: model.Caller,
         reason: str,
         force: bool = False,
         new_client_message_id: str | None = None,
@@ -339,7 +322,7 @@ class Outbox(reader.Reader):
         verb: Verb,
         row_filter: RowFilter,
         *,
-        caller: Caller,
+        caller: model.Caller,
         reason: str,
         force: bool = False,
         dry_run: bool = False,
@@ -440,11 +423,11 @@ class Outbox(reader.Reader):
 
     async def note_compared(
         self,
-        comparison: Comparison,
+        comparison: model.Comparison,
         up_to: int,
         *,
-        found: Sequence[tuple[DoneRow, Accepted | None]],
-        lost: Sequence[DoneRow],
+        found: Sequence[tuple[model.DoneRow, model.Accepted | None]],
+        lost: Sequence[model.DoneRow],
     ) -> None:
         """Record which rows of a stretch the database has and which it lacks; the comparison goes on after `up_to`.
 
@@ -454,7 +437,7 @@ class Outbox(reader.Reader):
         noting = partial(note, comparison.incarnation, up_to, there, [row.seq for row in lost])
         await self._store.submit(Step(noting, rows=len(there) + len(lost) + 1))
 
-    async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
+    async def resend_missing(self, *, caller: model.Caller, reason: str) -> Resent:
         """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
 
         Those whose payload was pruned are returned, noted in the operator log, and no longer missing.
@@ -470,7 +453,7 @@ class Outbox(reader.Reader):
         return total
 
     async def prune(
-        self, settled_before_ms: int, *, caller: Caller, reason: str, after: int = 0
+        self, settled_before_ms: int, *, caller: model.Caller, reason: str, after: int = 0
     ) -> tuple[int, int | None]:
         """Drop the payloads of done and aborted rows that settled before the moment, of some 100,000 rows at most.
 
@@ -510,7 +493,7 @@ class Outbox(reader.Reader):
         return total, after
 
     @contextlib.asynccontextmanager
-    async def backup(self, *, caller: Caller, reason: str) -> AsyncIterator[Backup]:
+    async def backup(self, *, caller: model.Caller, reason: str) -> AsyncIterator[Backup]:
         """Make a copy of the whole outbox, payloads too, as of when this yields; it exists within the block.
 
         The copy holds the line of the operator log about itself. One is made at a time, others are refused.

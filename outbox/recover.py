@@ -162,8 +162,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     was. After a kill between the two, the next call saves from what was set aside: the new file's draft is still there.
     Without a draft the outbox was lost later, and what was set aside before does not show what is missing.
 
-    Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, or one that a later release has written,
-    or a link in its place, 75 on a full disk, 74 on a failing one.
+    Raises `Fatal`, also where there is no outbox, one that a later release has written, or a link in its place.
     """
     file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     drafts: tuple[Path, Path] = (draft_of(file.path, "recovering"), draft_of(file.path, "restoring"))

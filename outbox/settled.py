@@ -1,11 +1,9 @@
 """What is kept of a settled row whose payload was removed: some 140 bytes (docs/contract/send.md#send-56).
 
-`prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones of any size; if
-they were emptied in place, small payloads would free nothing.
+`prune` moves rows there, oldest first: emptied in place, small payloads would free no page.
 
-ULIDs and UUIDs are packed. A client_message_id is found by its key: five of its characters, so that ids that follow one
-another are stored together, and a hash of all of it. A row's own id needs no index: such ids grow from row to row
-(`Transactor` ensures that across restarts), so a binary search finds them.
+ULIDs and UUIDs are packed. A client_message_id is found by its key (`key_of`). A row's own id needs no index: such ids
+grow from row to row (`Transactor` ensures that across restarts), so a binary search finds them.
 """
 
 import re

@@ -6,8 +6,7 @@ alone (docs/contract/send.md#send-43). A transaction is few steps of SQLite, eac
 and waits to get it back from a busy loop.
 
 A group is shared by the callers that wait: where there are several each has its part, in rotation, and none more than
-`PART_ROWS`, so that a caller with a few large batches does not make the others wait for all of them. A caller that is
-alone fills the group.
+`PART_ROWS`. A caller that is alone fills the group.
 """
 
 import sqlite3

@@ -66,10 +66,8 @@ def write_days(
 ) -> Iterator[pa.RecordBatch]:
     """Write the rows of each day, which come one day after the other; yield a row of `DAYS` for each.
 
-    Days up to `deleted_to` are no longer whole.
-
-    Row groups have one size, wherever Spark's batches end, and a file gets its name when it is complete. So a task that
-    runs twice writes the same bytes, and the second time finds the file.
+    Days up to `deleted_to` are no longer whole. Row groups have one size, wherever Spark's batches end, and a file gets
+    its name when it is complete: a task that runs twice writes the same bytes, and the second time finds the file.
     """
     for day, parts in groupby(_by_day(batches), key=lambda part: part[0]):
         done = _write_day(directory, day, (rows for _, rows in parts), verify=verify, is_whole=day > deleted_to)

@@ -34,10 +34,6 @@ ORDER BY position LIMIT :limit;
 SELECT position, received_at, message FROM inbox
 WHERE destination = :destination AND position > :after ORDER BY position LIMIT :limit;
 
--- name: oldest
--- When the oldest message that is kept was received; NULL where there is none.
-SELECT min(received_at) FROM inbox;
-
 -- name: received
 -- Where a message lies that a member of the mesh sent under this id, when it was received, and as what the broker knows it.
 SELECT position, received_at, broker_message_id FROM inbox

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from inbox import SCHEMA as INBOX
-from outbox.outbox import SCHEMA as OUTBOX
+from outbox.model import SCHEMA as OUTBOX
 from postroom._wire.sql import migrations
 from postroom.chassis.sqlite import Schema
 from postroom.delivery.agents.store import SCHEMA as EVENTS

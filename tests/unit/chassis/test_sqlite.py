@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from inbox import SCHEMA as INBOX
-from outbox.outbox import SCHEMA as OUTBOX
+from outbox.model import SCHEMA as OUTBOX
 from postroom.chassis.exits import Exit
 from postroom.chassis.sqlite import Schema, exit_after, is_broken, is_damage
 from postroom.delivery.agents.store import SCHEMA as EVENTS
