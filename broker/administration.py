@@ -92,8 +92,7 @@ class Administration(Handlers):
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
         async with self.changing(request, "create", "member", mesh, wanted.name) as connection:
-            mesh_id = await _mesh_id(connection, mesh, hold=True)
-            values = (mesh_id, wanted.name, wanted.role, digest(token))
+            values = (await _mesh_id(connection, mesh, hold=True), wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
                 raise _exists("member", wanted.name, with_token=True)
         return json_response(api.MemberToken(mesh=mesh, name=wanted.name, role=wanted.role, token=token), 201)
@@ -178,8 +177,7 @@ class Administration(Handlers):
         """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
         async with self.reading(request) as connection:
-            topic_id = await _topic_id(connection, mesh, topic)
-            rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
+            rows = await connection.fetch(QUERIES["list_subscriptions"], await _topic_id(connection, mesh, topic))
         found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
         return json_response(api.SubscriptionList(subscriptions=found))
 
@@ -263,8 +261,7 @@ class Operators(Handlers):
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
                 raise _exists("operator", wanted.name, with_token=True)
-        made = api.OperatorToken(name=wanted.name, role=wanted.role, mesh=wanted.mesh, token=token)
-        return json_response(made, 201)
+        return json_response(api.OperatorToken(name=wanted.name, role=wanted.role, mesh=wanted.mesh, token=token), 201)
 
     async def list_operators(self, request: web.Request) -> web.Response:
         """`GET /v1/operators`."""

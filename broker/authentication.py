@@ -160,8 +160,7 @@ class Authentication:
         if access == "anyone":
             return
         try:
-            token = _bearer(request)
-            principal = await self._look_up(token, remembered=access == "member")
+            principal = await self._look_up(_bearer(request), remembered=access == "member")
         except NotPermitted:
             await self._refusals.wait(request)
             raise

@@ -346,8 +346,7 @@ class _PostgresDraft(Draft):
             )  # fmt: skip
             if act is None:
                 why = f"{letter.consumer} could not handle it: {dead.reason}"
-                replay = f"postroom dlq replay {row['id']} --mesh {row['context']} --reason '{REPAIRED}'"
-                self.wait(dead, why, replay)
+                self.wait(dead, why, f"postroom dlq replay {row['id']} --mesh {row['context']} --reason '{REPAIRED}'")
                 continue
             name = replay_id(letter) if again else str(row["id"])
             step = self.add(

@@ -59,9 +59,6 @@ class Suspects:
     def __init__(self) -> None:
         self._rows: dict[str, Suspicion] = {}
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def failed(self, batch: Sequence[ClaimedRow], answered: int) -> bool:
         """Suspect each row of `batch`, which failed when `answered` posts had been answered, ever.
 
@@ -162,8 +159,7 @@ class Poster:
         while True:
             try:
                 # where one post at a time may be under way the next waits for this
-                patient = post is not None and self._availability.slots > 1
-                await self._outbox.settle(settlements, post, patient=patient)
+                await self._outbox.settle(settlements, post, patient=post is not None and self._availability.slots > 1)
             except PostroomError as error:
                 if error.code in OUTBOX_STOPPED:
                     return

@@ -1,8 +1,7 @@
 """The relay: claims due rows, posts them in batches to the broker, and settles what the broker answers.
 
-It promises that neither an outage nor a wrong token burns attempts or kills anything: only a message's own refusal or
-its age does (docs/contract/send.md#send-61). A post whose answer is lost is posted again; the broker's
-dedupe row makes that harmless. What a crash leaves `inflight`, the outbox takes back at the next start.
+Only a message's own refusal or its age kills it (docs/contract/send.md#send-61). A post whose answer is lost is posted
+again; the broker's dedupe row makes that harmless.
 
 One loop decides; up to `posts_at_once` tasks post and settle, so that claims, posts and settlements overlap.
 """
@@ -293,8 +292,7 @@ class Relay:
         self._wake.set()
 
     async def _read_controls(self) -> None:
-        controls = await self._outbox.relay_controls()
-        self._controls = Controls(controls, self._clock())
+        self._controls = Controls(await self._outbox.relay_controls(), self._clock())
         self._controls_stale = False
 
     async def _expire(self) -> None:

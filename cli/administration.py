@@ -62,8 +62,7 @@ def create_mesh(*, slug: MeshName, as_json: Json = False, broker: BrokerPlace) -
 def list_meshes(*, as_json: Json = False, broker: BrokerPlace) -> None:
     """List the meshes."""
     found = broker.ask(lambda client: client.list_meshes())
-    columns = ("MESH", "CREATED")
-    listing(found, columns, lambda mesh: (mesh.slug, mesh.created_at), things="meshes", as_json=as_json)
+    listing(found, ("MESH", "CREATED"), lambda mesh: (mesh.slug, mesh.created_at), things="meshes", as_json=as_json)
 
 
 @meshes.command("delete")

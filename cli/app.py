@@ -1,9 +1,8 @@
 """The command line as Typer sees it: the options of `postroom` itself, and every verb as one table.
 
 A verb's module is imported only when the verb is used. It offers a `typer.Typer` made by `cli.noun.noun()`, called
-`app` where it is the only one: with one command where the noun is the verb itself (`postroom send`), with several
-where it is not (`postroom outbox list`). What takes long to import, and only some of its verbs need, is imported inside
-the function that needs it.
+`app` where it is the only one. What takes long to import, and only some of its verbs need, is imported inside the
+function that needs it.
 """
 
 import importlib

@@ -72,8 +72,7 @@ def list_(
                 return page.messages, page.next_cursor
             return [replace(one, body=None, body_base64=None, meta=None) for one in page.messages], page.next_cursor
 
-        columns = (*_COLUMNS, "BODY") if body else _COLUMNS
-        paging.show(ask, columns, cells, things="messages", as_json=as_json)
+        paging.show(ask, (*_COLUMNS, "BODY") if body else _COLUMNS, cells, things="messages", as_json=as_json)
 
     with_daemon(socket, work)
 

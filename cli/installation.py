@@ -24,20 +24,10 @@ from cli.stack.layout import Layout
 from cli.stack.supervisor import supervisor_of
 from embedded import EmbeddedServer, ProcessIdentity
 from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, TryAgain, Unavailable
+from postroom._wire import programs as wire
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
-from postroom._wire.programs import (
-    MINUTES,
-    PROGRAMS,
-    Minute,
-    MinutesQuery,
-    Program,
-    ProgramsQuery,
-    Trouble,
-    troubles_of,
-    worst_first,
-)
 from postroom._wire.transport import find_socket
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
 from postroom._wire.words import counted
@@ -87,11 +77,11 @@ class Sight:
     """
 
     processes: list[dict[str, Any]] = field(default_factory=list)
-    programs: list[Program] = field(default_factory=list)
+    programs: list[wire.Program] = field(default_factory=list)
     consumers: list[Durable] = field(default_factory=list)
-    minutes: list[Minute] = field(default_factory=list)
+    minutes: list[wire.Minute] = field(default_factory=list)
     letters: dict[str, int] = field(default_factory=dict)
-    troubles: list[Trouble] = field(default_factory=list)
+    troubles: list[wire.Trouble] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     cut_off: bool = False
     logs: dict[int | str | None, str] = field(default_factory=dict)
@@ -103,7 +93,7 @@ class Sight:
             return Exit.OK
         return Exit.UNAVAILABLE if any(trouble.level == "down" for trouble in self.troubles) else Exit.FAILED
 
-    def troubles_of(self, program: Program) -> Iterator[Trouble]:
+    def troubles_of(self, program: wire.Program) -> Iterator[wire.Trouble]:
         """Yield what is wrong with a program, with the log that there is of it."""
         here = program.host == socket.gethostname()
         log = self.logs.get(program.pid, self.logs.get(program.address or "")) if here else None
@@ -118,7 +108,7 @@ class Sight:
             self.unseen.append(f"{what}: only the administrator may see that (POSTROOM_ADMIN_TOKEN_FILE)")
         except PostroomError as error:
             if not self.cut_off:
-                self.troubles.append(Trouble(what, str(error), "postroom doctor", "down"))
+                self.troubles.append(wire.Trouble(what, str(error), "postroom doctor", "down"))
         return None
 
 
@@ -130,7 +120,7 @@ async def look(place: Place, *, hour: bool = False) -> Sight:
     if daemon is not None:
         sight.programs = _with_daemon(sight.programs, daemon)
     heard = [one for one in sight.programs if not (one.away and sight.cut_off)]
-    sight.troubles = worst_first(chain(sight.troubles, *map(sight.troubles_of, heard)))
+    sight.troubles = wire.worst_first(chain(sight.troubles, *map(sight.troubles_of, heard)))
     return sight
 
 
@@ -172,7 +162,7 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
             else:
                 help_ = "postroom doctor"
             what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]
-            sight.troubles.append(Trouble(row["process"], what, help_, "down"))
+            sight.troubles.append(wire.Trouble(row["process"], what, help_, "down"))
     if supervisor is None:
         return place._replace(socket=place.socket or layout.socket) if named else place
     return Place(
@@ -277,7 +267,7 @@ def _find_socket() -> Path | None:
         return None
 
 
-async def _ask_daemon(place: Place, sight: Sight) -> Program | None:
+async def _ask_daemon(place: Place, sight: Sight) -> wire.Program | None:
     """Ask the daemon of this machine, whose word is newer than its last report."""
     path = place.socket or _find_socket()
     if path is None:
@@ -290,7 +280,7 @@ async def _ask_daemon(place: Place, sight: Sight) -> Program | None:
         health = None if version is None else await sight.ask(client.health(), thing)
     if version is None or health is None:
         return None
-    return Program(
+    return wire.Program(
         kind="daemon",
         name="here",
         mesh=version.mesh,
@@ -311,7 +301,7 @@ async def _ask_daemon(place: Place, sight: Sight) -> Program | None:
     )
 
 
-def _with_daemon(programs: list[Program], daemon: Program) -> list[Program]:
+def _with_daemon(programs: list[wire.Program], daemon: wire.Program) -> list[wire.Program]:
     """Return the programs with a daemon's own answer, in the place of its last report if it has sent one."""
     place = daemon.host, daemon.address, daemon.mesh
     for number, one in enumerate(programs):
@@ -330,32 +320,34 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
     try:
         token = read_token(place.token_file)
     except Fatal as fatal:
-        sight.troubles.append(Trouble(thing, str(fatal), "export POSTROOM_ADMIN_TOKEN_FILE=FILE", "down"))
+        sight.troubles.append(wire.Trouble(thing, str(fatal), "export POSTROOM_ADMIN_TOKEN_FILE=FILE", "down"))
         return
     async with BrokerClient(place.url, token, patience=0, timeout=_ANSWER_SECONDS) as client:
         health = await sight.ask(client.health(), thing)
         if health is None:
             return
         if health.status == "unavailable":
-            sight.troubles += [Trouble(thing, one, "postroom doctor", "down") for one in health.reasons]
+            sight.troubles += [wire.Trouble(thing, one, "postroom doctor", "down") for one in health.reasons]
             sight.cut_off = True
         page, consumers, sources, letters, jobs = await asyncio.gather(
-            sight.ask(client.list_things(PROGRAMS, ProgramsQuery()), "programs"),
+            sight.ask(client.list_things(wire.PROGRAMS, wire.ProgramsQuery()), "programs"),
             sight.ask(client.list_things(CONSUMERS, ConsumersQuery(last=_MINUTES if hour else 0)), "consumers"),
             sight.ask(client.list_things(SOURCES, MeshQuery()), "what waits to be published"),
             sight.ask(client.counts(DEAD_LETTERS), "dead letters"),
             sight.ask(client.counts(JOBS), "jobs"),
         )
         if hour and consumers is not None:  # a caller who may see them may see this too
-            minutes = await sight.ask(client.list_things(MINUTES, MinutesQuery(last=_MINUTES)), "the last hour")
+            minutes = await sight.ask(
+                client.list_things(wire.MINUTES, wire.MinutesQuery(last=_MINUTES)), "the last hour"
+            )
             sight.minutes = [] if minutes is None else minutes.minutes
     sight.programs += [] if page is None else page.programs
     if consumers is not None:
         sight.consumers = consumers.consumers
         sight.unseen += [] if consumers.unread is None else [consumers.unread.detail]
-        sight.troubles += troubles_of(consumers.consumers)
+        sight.troubles += wire.troubles_of(consumers.consumers)
     if sources is not None and page is not None:
-        sight.troubles += troubles_of(sources.sources)
+        sight.troubles += wire.troubles_of(sources.sources)
         sight.troubles += _of_workers(sight.programs, sum(one.count for one in sources.sources))
     if letters is not None:
         sight.letters = letters.letters
@@ -365,8 +357,8 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
         sight.troubles += [] if page is None else jobs.unattended(page.programs)
 
 
-def _of_workers(programs: list[Program], waiting: int) -> Iterator[Trouble]:
+def _of_workers(programs: list[wire.Program], waiting: int) -> Iterator[wire.Trouble]:
     """Yield a trouble if no worker reports, which would publish the messages that wait for it."""
     if not any(one.kind == "worker" for one in programs):
         lack = f"no worker reports, and {counted(waiting, 'message')} to be published"
-        yield Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")
+        yield wire.Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")

@@ -136,8 +136,7 @@ def start(
     try:
         started = reach.ask(lambda client, mesh: client.start_job(wanted(mesh=mesh)))
     except (TryAgain, Unavailable) as error:
-        again = f"then repeat it with --job {id_}, which does not start a second job"
-        raise advised(error, again) from error
+        raise advised(error, f"then repeat it with --job {id_}, which does not start a second job") from error
     if as_json:
         json_line(started)
         return
@@ -273,8 +272,7 @@ def explain(
         line("")
         table(_DIGITS, meanings)
         return
-    found = broker.ask(lambda client: client.explain(what))
-    one_by_one(found, _show_message, as_json=as_json)
+    one_by_one(broker.ask(lambda client: client.explain(what)), _show_message, as_json=as_json)
 
 
 _EXAMPLES: Final = {

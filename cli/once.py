@@ -211,5 +211,4 @@ def forget(*, named: Named, reason: Reason = None, yes: Yes = False, place: Plac
             raise error_for(result.failed[0].problem)
 
     place.ask(forget_there, lambda own: own.forget(named.scope(), why))
-    done = {"key": named.key, "done": "forget"}
-    json_line(done) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")
+    json_line({"key": named.key, "done": "forget"}) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")

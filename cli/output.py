@@ -358,8 +358,7 @@ def _write(renderable: Any) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     width, height = shutil.get_terminal_size()  # Rich takes COLUMNS=0 at its word, and writes nothing
-    on_terminal = sys.stdout.isatty()
-    console = Console(width=width, height=height) if on_terminal else Console(width=_WIDE, no_color=True)
+    console = Console(width=width, height=height) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
     with console.capture() as capture:
         console.print(renderable, no_wrap=True, overflow="ignore", crop=False)
     for rendered in capture.get().splitlines():

@@ -241,8 +241,7 @@ def list_pipelines(*, as_json: Json = False) -> None:
     for pipeline in PIPELINES.values():
         options = described(pipeline.options)
         if as_json:
-            entry = {"name": pipeline.name, "reads": pipeline.reads, "summary": pipeline.summary, "options": options}
-            json_line(entry)
+            json_line({"name": pipeline.name, "reads": pipeline.reads, "summary": pipeline.summary, "options": options})
             continue
         line(f"{pipeline.name}: {pipeline.summary}")
         table(

@@ -103,9 +103,7 @@ def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> 
         async with client:
             return await follow_trace(id_, broker=ask, daemon=client.trace)
 
-    if place.url is not None:
-        return place.ask(work, patience=patience)
-    return asyncio.run(work())
+    return asyncio.run(work()) if place.url is None else place.ask(work, patience=patience)
 
 
 def show_story(story: Story, fresh: list[str], *, broker_asked: bool = True) -> None:

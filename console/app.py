@@ -134,8 +134,7 @@ async def problems_as_pages(request: web.Request, handler: Handler) -> web.Strea
         missing = error.status == HTTPStatus.NOT_FOUND
         path = request.path[:200]
         sentence = f"there is no page {path}" if missing else f"{request.method} {path}: {error.reason}"
-        code = HTTPStatus(error.status).name.lower()
-        return problem_page(request, error.status, sentence, code)
+        return problem_page(request, error.status, sentence, HTTPStatus(error.status).name.lower())
     except RequestPayloadError:  # nobody is there any more who could read a page
         raise
     except Exception as error:

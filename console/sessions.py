@@ -91,8 +91,7 @@ class Sessions:
             self._attempts.clear()
             self._attempts_since = self._monotonic()
         if self._attempts[address] >= MOST_ATTEMPTS:
-            sentence = "too many attempts to log in have failed: wait a minute"
-            raise TryAgain.of("too_busy", sentence, retry_after=_MINUTE)
+            raise TryAgain.of("too_busy", "too many attempts to log in have failed: wait a minute", retry_after=_MINUTE)
         self._attempts[address] += 1
         if not (token.isascii() and token.isprintable() and token):
             raise InvalidMessage.of("invalid_token", "that is not a token: paste one line of plain text")

@@ -1,11 +1,8 @@
 """The daemon: the outbox, the link to the broker, the relay, the inbox and the socket server, started in order.
 
-Start: refuse a second daemon, open the outbox (which recovers), listen, accept. Stop: accept no more, finish running
-requests, let the relay settle its batch, close the outbox. After a kill at any moment the next start continues.
-
-systemd is notified that the daemon is ready, of its status, and that it is alive (sd_notify(3)). The watchdog is fed by
-the event loop, and only after a transaction of the outbox's writer has committed: a loop that hangs, or a writer that
-is stuck, starves it, and systemd restarts the daemon.
+A stop accepts no more, finishes running requests, lets the relay settle its batch and closes the outbox. After a kill
+at any moment the next start continues. systemd's watchdog is fed by the event loop, and only after a transaction of the
+outbox's writer has committed: a loop that hangs, or a writer that is stuck, starves it.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
 """The control plane: the daemon's health and readiness, its metrics, its version and its routes.
 
-`/v1/relay/pause` and `/v1/relay/resume` pause the relay, whole or for one destination, and resume it: the controls are
-in the outbox, so that they survive the process, and the relay is notified. `/v1/topics…` are the mesh's topics,
-forwarded to the broker as the member that the daemon acts as.
+And pausing the relay, whose controls are in the outbox; and the mesh's topics, asked for as the daemon's member.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """`GET /v1/inbox` and `GET /v1/events`: what the daemon has received, by the page and as a live stream.
 
-The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` resumes where a reader
-was, without loss or repetition, across a restart of either; a stream begins with its starting position. Each reader
-takes its pages from the file at its own pace: one that does not read delays no other, and is dropped like every caller
-that does not (ipc/connection.py).
+The id of each event of the stream is the message's position, so `Last-Event-ID` resumes where a reader was, without
+loss or repetition; a stream begins with its starting position. Each reader takes its pages from the file at its own
+pace: one that does not read delays no other, and is dropped (ipc/connection.py).
 """
 
 import asyncio
@@ -118,6 +117,5 @@ def _ms(moment: datetime | None) -> int | None:
     if moment is None:
         return None
     if moment.tzinfo is None:
-        detail = "since needs a UTC offset, as in 2026-11-21T09:00:00Z"
-        raise InvalidMessage.of("invalid_query", detail, field="since")
+        raise InvalidMessage.of("invalid_query", "since needs a UTC offset, as in 2026-11-21T09:00:00Z", field="since")
     return int(moment.timestamp() * 1000)

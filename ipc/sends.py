@@ -114,8 +114,7 @@ class SendRoutes:
     async def where(self, request: Request) -> web.StreamResponse:
         """Answer the state of a send; with `wait` once it is done, dead or aborted, or the time is up."""
         seconds = decode_query(request, WaitQuery).wait
-        client_message_id = request.params["client_message_id"]
-        rows = await self._settled(request, [client_message_id], seconds)
+        rows = await self._settled(request, [request.params["client_message_id"]], seconds)
         if not rows:
             raise NotFound.of("send_not_found", "there is no send under this id: `postroom outbox list` shows them")
         return json_answer(rows[0])

@@ -141,8 +141,7 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
             known.add(row.client_message_id)
             new.append(row)
     if new:  # the first gets the next number, which the table may not know
-        numbered = [(transaction.next_seq, *new[0].columns)]
-        _, first = transaction.insert(_QUERIES["insert_numbered"], numbered)
+        _, first = transaction.insert(_QUERIES["insert_numbered"], [(transaction.next_seq, *new[0].columns)])
         transaction.next_seq = None
         transaction.insert(_QUERIES["insert"], [row.columns for row in new[1:]])
         _complete(transaction, new, range(first, first + len(new)))

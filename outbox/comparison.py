@@ -90,8 +90,7 @@ def resend(after: int, limit: int, order: Order, walked: WalkedPast, transaction
             log(transaction, "resend", order, row.id, _was(row.broker_message_id, row.history_id))
         elif row.pruned_id is not None:
             log(transaction, "resend", order, text_of(row.pruned_id), "not sent: its payload was pruned")
-    last = found[-1].seq if len(found) == limit else None
-    return Resent(list(kept.values()), pruned, last)
+    return Resent(list(kept.values()), pruned, found[-1].seq if len(found) == limit else None)
 
 
 def _was(broker_message_id: str | None, history_id: int | None) -> str:

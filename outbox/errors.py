@@ -18,8 +18,7 @@ def from_sqlite(error: Exception) -> Exception:
     if not isinstance(error, sqlite3.Error):
         return error
     if is_full(error):
-        detail = "the disk is full: nothing was written; free some space"
-        return TryAgain.of("disk_full", detail, retryable=True)
+        return TryAgain.of("disk_full", "the disk is full: nothing was written; free some space", retryable=True)
     if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return TryAgain.of(
             "outbox_busy", "another program has locked the outbox file: stop that, and try again", retryable=True
@@ -166,8 +165,7 @@ def payload_pruned(row_id: str, status: str) -> Conflict:
 
 def reason_missing() -> InvalidMessage:
     """Refuse a verb without a reason."""
-    detail = "give a reason, which is kept in the operator log"
-    return InvalidMessage.of("reason_required", detail, field="reason")
+    return InvalidMessage.of("reason_required", "give a reason, which is kept in the operator log", field="reason")
 
 
 ANSWERS: Final = Answers(refused=from_sqlite, unknown=lambda _path, _error: outcome_unknown(), closed=stopped)

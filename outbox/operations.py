@@ -90,8 +90,7 @@ class Act(NamedTuple):
         row = row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
         if self.verb == "requeue" and row.pruned and self.patch is None:
             raise errors.payload_pruned(row.id, row.status)
-        early = (row.not_before or 0) > transaction.now
-        why = why_not(self.verb, row.status, held=bool(row.held), early=early)
+        why = why_not(self.verb, row.status, held=bool(row.held), early=(row.not_before or 0) > transaction.now)
         if why is not None:
             raise errors.wrong_state(self.verb, row.id, why)
         forced = None

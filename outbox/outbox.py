@@ -170,10 +170,8 @@ class Outbox(reader.Reader):
         else:
             parts = [self._store.submit(part) for part in accept.parts(most)]
             outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
-        for outcome in outcomes:
-            if isinstance(outcome, AcceptedRow) and outcome.inserted:
-                self._work.set()
-                break
+        if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
+            self._work.set()
         return outcomes
 
     async def known(self, sends: Sequence[PreparedSend], caller: model.Caller) -> list[AcceptedRow | None]:
@@ -251,8 +249,7 @@ class Outbox(reader.Reader):
         total, places = 0, dict.fromkeys(model.LANES, 0)
         while places:
             work = partial(relay.expire, before_ms, _EXPIRY_CHUNK, places, self._transactor.own())
-            expire = Step(work, rows=_EXPIRY_CHUNK * len(places))
-            ids, places = await self._store.submit(expire)
+            ids, places = await self._store.submit(Step(work, rows=_EXPIRY_CHUNK * len(places)))
             self._watchers.settled(ids)
             total += len(ids)
         return total

@@ -210,8 +210,7 @@ def reclaim(transaction: Transaction) -> None:
     """Make rows that were inflight at a start pending again, with one more attempt (docs/contract/send.md#send-76)."""
     noted = {**Post(transaction.now, 0, "")._asdict(), "answers": transaction.value(_QUERIES["interrupted"])}
     transaction.execute(_QUERIES["note_failed_posts"], noted)
-    changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
-    transaction.changed("inflight", "pending", changed)
+    transaction.changed("inflight", "pending", transaction.execute(_QUERIES["reclaim"], {"now": transaction.now}))
 
 
 def read_claimed(seqs: Sequence[int], own: Own, db: sqlite3.Connection) -> list[ClaimedRow]:

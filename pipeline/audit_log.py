@@ -3,9 +3,8 @@
     OUTPUT/history/day=2026-11-01/part.parquet      a line for each accepted message, by mesh and history_id
     OUTPUT/outbox/day=2026-11-01/part.parquet       a line for each row of an export (`postroom outbox export`)
 
-A day is written once, an hour after its end, and then stays as it is, also when retention has deleted its messages. The
-bytes follow from the rows: one day rebuilt elsewhere is the same file. With `verify=true` every existing day is
-recomputed and compared. A day of which retention has deleted messages is neither written nor compared, since what is
+A day is written once, an hour after its end, and then stays as it is. The bytes follow from the rows: one day rebuilt
+elsewhere is the same file. A day of which retention has deleted messages is neither written nor compared, since what is
 left of it would pass for the whole. It never has bodies, only their fingerprints.
 """
 

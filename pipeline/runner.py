@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.resources import as_file, files
@@ -200,21 +200,15 @@ class Pipeline(NamedTuple):
     summary: str
 
     @property
-    def module(self) -> str:
-        """Its module."""
-        return f"pipeline.{self.name.replace('-', '_')}"
+    def module(self) -> Any:
+        """Its module, imported."""
+        return importlib.import_module(f"pipeline.{self.name.replace('-', '_')}")
 
     @property
     def options(self) -> type[msgspec.Struct]:
         """Its options."""
-        options: type[msgspec.Struct] = importlib.import_module(self.module).Options
+        options: type[msgspec.Struct] = self.module.Options
         return options
-
-    @property
-    def run(self) -> Callable[[Any, Any], Outcome]:
-        """The function that runs it, in a Spark session."""
-        run: Callable[[Any, Any], Outcome] = importlib.import_module(self.module).run
-        return run
 
 
 class Outcome(NamedTuple):
@@ -250,7 +244,8 @@ def run_by_name(name: str, words: Sequence[str], *, shown: bool = True) -> Outco
     check_spark()
     options = parse(pipeline.options, words, name)
     with session(name) as spark, progress(spark, name) if shown else nullcontext(), own_sentences():
-        return pipeline.run(spark, options)
+        outcome: Outcome = pipeline.module.run(spark, options)
+        return outcome
 
 
 def submitted(name: str) -> NoReturn:

@@ -121,8 +121,7 @@ class Demo:
         self.stage.act(f"Send the first {len(events):,} events again")
         with self.client() as client:
             for result in client.send_many(events):
-                identity = _acknowledged(result)
-                self.reported.sent_again.append(identity)
+                self.reported.sent_again.append(_acknowledged(result))
                 self.reported.duplicates += bool(result.result and result.result.duplicate)
         self.stage.say(f"{self.reported.duplicates:,} of {len(events):,} were duplicates")
         self._drain()
