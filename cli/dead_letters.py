@@ -22,7 +22,6 @@ app = noun()
 Ids = Annotated[list[str] | None, several("Dead letters by id or message id", completion.letters)]
 
 _COLUMNS: Final = ("ID", "MESSAGE ID", "SUBJECT", "REASON", "TRIES", "AGE", "CONSUMER", "LAST ERROR")
-_NOTE_COLUMNS: Final = ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY")
 
 
 class Filters(NamedTuple):
@@ -116,7 +115,7 @@ def log(*, reach: Reach, as_json: Json = False) -> None:
     """Show what operators replayed and dropped last, and why; `postroom log --noun 'dead letter'` shows all of it."""
     listing(
         reach.ask(lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
-        _NOTE_COLUMNS,
+        ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY"),
         lambda note: (note.at, note.act, note.actor, note.message_id, note.new_message_id, note.reason, note.why),
         things="dead letters were settled",
         as_json=as_json,
@@ -142,13 +141,5 @@ def _cells(found: Letter) -> tuple[Any, ...]:
     letter = found.letter
     if letter is None:
         return (found.id, None, None, "(not a dead letter)", None, None, None, None)
-    return (
-        found.id,
-        letter.message_id,
-        letter.original_subject,
-        letter.reason,
-        letter.attempts,
-        ago(letter.died_at),
-        letter.consumer,
-        letter.last_error,
-    )
+    subject, tries, age = letter.original_subject, letter.attempts, ago(letter.died_at)
+    return (found.id, letter.message_id, subject, letter.reason, tries, age, letter.consumer, letter.last_error)

@@ -46,8 +46,6 @@ JobId = Annotated[
 ]
 Jobs = Annotated[list[str] | None, several("Jobs by id", completion.jobs, "[JOB]...")]
 
-COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
-STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
 _DIGITS: Final = ("POSITION", "DIGITS", "MEANING")
 _NUMBER: Final = re.compile(r"[0-9]+")  # a ledger is written so, right or wrong; no message's id is
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
@@ -169,23 +167,13 @@ def list_(
                 return found
             wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
 
+    def cells(job: Job) -> tuple[Any, ...]:
+        age, ended = ago(job.started_at), ago(job.ended_at)
+        return (job.id, job.mesh, job.flow, job.state, job.open, age, ended, job.error or _waits_for(job))
+
     found = reach.broker.ask(work)
-    listing(
-        found[:limit],
-        COLUMNS,
-        lambda job: (
-            job.id,
-            job.mesh,
-            job.flow,
-            job.state,
-            job.open,
-            ago(job.started_at),
-            ago(job.ended_at),
-            job.error or _waits_for(job),
-        ),
-        things="jobs",
-        as_json=as_json,
-    )
+    columns = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
+    listing(found[:limit], columns, cells, things="jobs", as_json=as_json)
     if len(found) > limit:
         note(f"There are more jobs: --limit {2 * limit}")
 
@@ -212,22 +200,14 @@ def show(*, job: JobId, broker: BrokerPlace, as_json: Json = False) -> None:
         ]
     )
     line("")
-    table(
-        STEPS,
-        (
-            (
-                lead + _step_name(step),
-                step.state,
-                step.attempts,
-                step.deliveries,
-                step.ledger,
-                ago(step.spawned_at),
-                _shortened(step.request, _REQUEST_CHARACTERS),
-                step.error,
-            )
-            for lead, step, _ in draw(found.activities)
-        ),
-    )
+
+    def cells(lead: str, step: Activity) -> tuple[Any, ...]:
+        name, age = lead + _step_name(step), ago(step.spawned_at)
+        request = _shortened(step.request, _REQUEST_CHARACTERS)
+        return (name, step.state, step.attempts, step.deliveries, step.ledger, age, request, step.error)
+
+    columns = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
+    table(columns, (cells(lead, step) for lead, step, _ in draw(found.activities)))
     if found.log:
         line("")
         table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))

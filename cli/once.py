@@ -14,8 +14,8 @@ import typer
 from cli.noun import BrokerPlace, Json, Reason, Yes, choice, noun
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from postroom import BrokerClient
+from postroom._wire import once as api
 from postroom._wire.administration import MAX_PAGE
-from postroom._wire.once import KEYS, KeyDetails, KeyName, KeyNames, KeyPage, KeysQuery, KeyState, key_held, key_missing
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 from postroom.claims import Row
@@ -50,15 +50,15 @@ class OwnRegistry:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def list(self, query: KeysQuery) -> KeyPage:
+    async def list(self, query: api.KeysQuery) -> api.KeyPage:
         """Return the keys that `query` means."""
-        return KeyPage(keys=await self._store.find(query))
+        return api.KeyPage(keys=await self._store.find(query))
 
-    async def inspect(self, scope: Scope) -> KeyDetails:
+    async def inspect(self, scope: Scope) -> api.KeyDetails:
         """Return a key whole; raises `NotFound` for one that neither is there nor was."""
         row, log = await self._look_up(scope), await self._store.forgotten(scope)
         if row is None and not log:
-            raise key_missing(str(scope))
+            raise api.key_missing(str(scope))
         known: dict[str, Any] = {}
         if row is not None:
             known = {member: getattr(row, member) for member in ("owner", "attempts", "lease_until", "last_error")}
@@ -66,7 +66,7 @@ class OwnRegistry:
             if row.result is not None:
                 data = row.result.data.decode("utf-8", "backslashreplace")
                 known |= {"encoding": row.result.encoding, "result": data}
-        return KeyDetails(**vars(scope), **known, log=log)
+        return api.KeyDetails(**vars(scope), **known, log=log)
 
     async def forget(self, scope: Scope, why: str) -> None:
         """Delete a key; raises `NotFound`, and `Conflict` while it is held."""
@@ -74,8 +74,8 @@ class OwnRegistry:
             return
         row = await self._look_up(scope)
         if row is None or row.owner is None:
-            raise key_missing(str(scope))
-        raise key_held(str(scope), row.owner, row.lease_until)
+            raise api.key_missing(str(scope))
+        raise api.key_held(str(scope), row.owner, row.lease_until)
 
     async def _look_up(self, scope: Scope) -> Row | None:
         return (await self._store.look_up([scope.columns])).get(scope.columns)
@@ -110,11 +110,11 @@ class Named(NamedTuple):
     topic: Topic
     group: Group = None
 
-    def wire(self) -> KeyName:
+    def wire(self) -> api.KeyName:
         """Return it as requests name it; raises `Fatal` for an empty one."""
         if not self.key:
             raise Fatal(Exit.USAGE, "name a key (`postroom once list` shows them): an empty one is never kept")
-        return KeyName(**self._asdict())
+        return api.KeyName(**self._asdict())
 
     def scope(self) -> Scope:
         """Return it as a registry names it."""
@@ -130,7 +130,7 @@ def list_(
     state: Annotated[
         str | None,
         typer.Option(
-            **choice("state", get_args(KeyState)),
+            **choice("state", get_args(api.KeyState)),
             metavar="STATE",
             help="Only those that are PENDING, COMMITTED or FAILED.",
         ),
@@ -145,24 +145,17 @@ def list_(
         postroom once list --state FAILED
         postroom once list --tenant shop --topic order_paid --group billing --json
     """  # noqa: D301 - \b: as it stands
-    query = KeysQuery(tenant=tenant, topic=topic, group=group, state=cast("KeyState | None", state), limit=limit + 1)
-    found = place.ask(lambda client: client.list_things(KEYS, query), lambda own: own.list(query)).keys
-    listing(
-        found[:limit],
-        ("STATE", "TENANT", "TOPIC", "GROUP", "KEY", "ATTEMPTS", "SINCE", "ERROR"),
-        lambda one: (
-            one.state,
-            one.tenant,
-            one.topic,
-            one.group,
-            one.key,
-            one.attempts,
-            one.settled_at or one.begun_at,
-            one.last_error,
-        ),
-        things="keys",
-        as_json=as_json,
+    query = api.KeysQuery(
+        tenant=tenant, topic=topic, group=group, state=cast("api.KeyState | None", state), limit=limit + 1
     )
+
+    def cells(one: api.KeptKey) -> tuple[Any, ...]:
+        since = one.settled_at or one.begun_at
+        return (one.state, one.tenant, one.topic, one.group, one.key, one.attempts, since, one.last_error)
+
+    found = place.ask(lambda client: client.list_things(api.KEYS, query), lambda own: own.list(query)).keys
+    columns = ("STATE", "TENANT", "TOPIC", "GROUP", "KEY", "ATTEMPTS", "SINCE", "ERROR")
+    listing(found[:limit], columns, cells, things="keys", as_json=as_json)
     if len(found) > limit:
         note(f"There are more keys: --limit {min(2 * limit, MAX_PAGE)}")
 
@@ -175,7 +168,7 @@ def inspect(*, named: Named, place: Place, as_json: Json = False) -> None:
         postroom once inspect 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing
     """  # noqa: D301 - \b: as it stands
     name = named.wire()
-    found = place.ask(lambda client: client.inspect(KEYS, query=name), lambda own: own.inspect(named.scope()))
+    found = place.ask(lambda client: client.inspect(api.KEYS, query=name), lambda own: own.inspect(named.scope()))
     if as_json:
         json_line(found)
         return
@@ -191,7 +184,7 @@ def inspect(*, named: Named, place: Place, as_json: Json = False) -> None:
 
 
 @app.command(
-    help=f"""{KEYS.verbs["forget"].effect}
+    help=f"""{api.KEYS.verbs["forget"].effect}
 
     \b
         postroom once forget 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing \\
@@ -206,9 +199,9 @@ def forget(*, named: Named, reason: Reason = None, yes: Yes = False, place: Plac
     confirm(f"Forget {what}? Its work can then be done a second time.", yes=yes)
 
     async def forget_there(client: BrokerClient) -> None:
-        result = await client.change(KEYS, "forget", KeyNames(keys=[name]), reason=why)
+        result = await client.change(api.KEYS, "forget", api.KeyNames(keys=[name]), reason=why)
         if result.failed:
             raise error_for(result.failed[0].problem)
 
     place.ask(forget_there, lambda own: own.forget(named.scope(), why))
-    json_line({"key": named.key, "done": "forget"}) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")
+    json_line({"key": named.key, "done": "forget"}) if as_json else line(f"{what} {api.KEYS.verbs['forget'].done}")

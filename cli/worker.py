@@ -41,8 +41,6 @@ Context = Annotated[
 ]
 Ids = Annotated[list[str] | None, several("Which, by id", completion.failing)]
 
-_FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
-_DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
 # -P: the library is found before the working directory is looked at, which comes first for what the user names.
 _COMMAND: Final = (sys.executable, "-P", "-m", "postroom.worker")
 _SAID: Final = "postroom: "  # before the sentence with which it ends
@@ -71,7 +69,7 @@ def failing(source: str) -> Verbs:
         found = place.ask(lambda client: client.list_things(things, query), lambda own: own.failing(context))
         listing(
             found.failing,
-            _FAILING,
+            ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR"),
             lambda one: (one.id, one.subject, one.aggregate, one.attempts, ago(one.occurred_at), one.behind, one.error),
             things=f"{source} are refused",
             as_json=as_json,
@@ -104,7 +102,7 @@ def failing(source: str) -> Verbs:
         """Show what operators dropped, and why."""
         listing(
             place.ask(lambda client: client.log(things), lambda own: own.dropped()).dropped,
-            _DROPPED,
+            ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY"),
             lambda one: (one.dropped_at, one.dropped_by, one.id, one.subject, one.error, one.reason),
             things=f"{source} were dropped",
             as_json=as_json,
