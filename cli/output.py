@@ -37,6 +37,7 @@ _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
 _WORDS: Final = re.compile(r"#.*|(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")  # of a shell; a comment is one
+whole_words: Final = partial(textwrap.TextWrapper, break_on_hyphens=False, break_long_words=False)  # which folds text
 _DUMB: Final = {"dumb", "unknown"}  # as Rich has it too
 _ERASE: Final = "\r\033[K"
 _STYLES: Final = {
@@ -74,14 +75,7 @@ def printable(text: str) -> str:
 
 def folded(text: str, width: int, first: str = "", below: str = "") -> list[str]:
     """Fold a text to lines within the width; no word of it is broken, and nothing in it steers the terminal."""
-    return textwrap.wrap(
-        printable(text.replace("\n", " ")),
-        width,
-        initial_indent=first,
-        subsequent_indent=below,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return whole_words(width, initial_indent=first, subsequent_indent=below).wrap(printable(text.replace("\n", " ")))
 
 
 class Progress:
@@ -201,11 +195,12 @@ def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequ
     side = 1
     while sum(wide[: side + 1]) + 2 * side <= width:
         side += 1
-    words = partial(textwrap.TextWrapper, width, break_on_hyphens=False, break_long_words=False)
     drawn = []
     for number, row in enumerate([[Text(name, "bold") for name in columns], *cells]):
         if row[0].cell_len > width:
-            drawn += [Text(part, row[0].style) for part in words(subsequent_indent="  ").wrap(row[0].plain)]
+            drawn += [
+                Text(part, row[0].style) for part in whole_words(width, subsequent_indent="  ").wrap(row[0].plain)
+            ]
         else:
             line = Text("")
             for cell, most in zip(row[:side], wide, strict=False):
@@ -213,8 +208,7 @@ def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequ
             drawn.append(line)
         below = [f"{name} {cell.plain}" for name, cell in zip(columns[side:], row[side:], strict=True) if cell.plain]
         if number:
-            fold = words(initial_indent="  ", subsequent_indent="    ")
-            drawn += [Text(part) for part in fold.wrap("  ".join(below))]
+            drawn += [Text(part) for part in folded("  ".join(below), width, "  ", "    ")]
     return Text("\n").join(drawn)
 
 
@@ -259,7 +253,7 @@ def fields(pairs: Iterable[tuple[str, Any]]) -> None:
 
     cells = [(_text(name), _cell(value)) for name, value in pairs if value is not None]
     left = max((len(name) for name, _ in cells), default=0) + 2
-    words = textwrap.TextWrapper(max(line_width() - left, _SENTENCE), break_on_hyphens=False, break_long_words=False)
+    words = whole_words(max(line_width() - left, _SENTENCE))
     drawn = [
         Text(begin.ljust(left)).append(part, cell.style)
         for name, cell in cells

@@ -6,14 +6,12 @@ On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; 
 import asyncio
 import math
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import coloured, fold_command, folded, json_line, line_width, note, printable
+from cli.output import coloured, fold_command, folded, json_line, line_width, note, printable, whole_words
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import ago, counted
@@ -126,10 +124,9 @@ class Screen:
         left = sum(widths) + 2 * len(widths)
         for number, row in enumerate(texts):
             begin = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-            fold = partial(textwrap.wrap, row[-1], break_long_words=False, break_on_hyphens=False)
-            indent, folded = " " * left, fold(max(self._width - left, 20)) or [""]
+            indent, folded = " " * left, whole_words(max(self._width - left, 20)).wrap(row[-1]) or [""]
             if left + max(map(len, folded)) > self._width:  # a long word, such as an address, stands whole below
-                indent, folded = "  ", ["", *fold(max(self._width - 2, 1))]
+                indent, folded = "  ", ["", *whole_words(max(self._width - 2, 1)).wrap(row[-1])]
             for place, part in enumerate(folded):
                 line = ((begin if place == 0 else indent) + part).rstrip()
                 yield self._styled(line, "head") if number == 0 else line

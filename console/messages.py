@@ -2,7 +2,7 @@
 
 import base64
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -23,16 +23,9 @@ async def show_messages(request: web.Request) -> web.Response:
     mesh, meshes = await mesh_of(request, given)
     found = MessageLines(messages=[])
     if mesh is not None:
-        query = MessagesQuery(
-            mesh=mesh,
-            sender=given.get("sender"),
-            destination=given.get("destination"),
-            since=_moment(given, "since"),
-            until=_moment(given, "until"),
-            cursor=given.get("cursor"),
-            limit=ROWS,
-        )
-        found = await request[SESSION].client.messages(query)
+        wanted: dict[str, Any] = {name: given.get(name) for name in ("sender", "destination", "cursor")}
+        wanted |= {name: _moment(given, name) for name in ("since", "until")}
+        found = await request[SESSION].client.messages(MessagesQuery(mesh=mesh, limit=ROWS, **wanted))
     return page(request, "messages.html", given=given, mesh=mesh, meshes=meshes, found=found)
 
 

@@ -71,15 +71,8 @@ _ENVIRONMENT: Final = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {
-    "when": when,
-    "span": span,
-    "ago": ago,
-    "number": number,
-    "counted": counted,
-    "path": lambda text: quote(text, safe=""),
-    "story": story_of,
-}
+_ENVIRONMENT.filters |= {each.__name__: each for each in (when, span, ago, number, counted)}
+_ENVIRONMENT.filters |= {"path": lambda text: quote(text, safe=""), "story": story_of}
 _ENVIRONMENT.globals |= {
     "home": HOME,
     "rows": ROWS,

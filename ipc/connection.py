@@ -147,22 +147,8 @@ class Connection(TimedConnection):
     """A caller's connection."""
 
     __slots__ = (
-        "_answer",
-        "_body_since",
-        "_closing",
-        "_end",
-        "_idle_timer",
-        "_now",
-        "_sending",
-        "_stays",
-        "_unread",
-        "_with_aiohttp",
-        "between_lines",
-        "caller",
-        "is_allowed",
-        "is_tcp",
-        "requests",
-        "turns",
+        *("_answer", "_body_since", "_closing", "_end", "_idle_timer", "_now", "_sending", "_stays", "_unread"),
+        *("_with_aiohttp", "between_lines", "caller", "is_allowed", "is_tcp", "requests", "turns"),
     )
 
     requests: Budget  # shared by all connections; the server sets it

@@ -61,17 +61,8 @@ class Transaction:
     """
 
     __slots__ = (
-        "_changes",
-        "_space",
-        "dated",
-        "db",
-        "highest_key",
-        "logged_bytes",
-        "max_bytes",
-        "new_ids",
-        "next_seq",
-        "now",
-        "salt",
+        *("_changes", "_space", "dated", "db", "highest_key", "logged_bytes", "max_bytes"),
+        *("new_ids", "next_seq", "now", "salt"),
     )
 
     def __init__(
