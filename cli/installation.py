@@ -56,12 +56,12 @@ class Place(NamedTuple):
 
 def parse_status(arguments: list[str], environ: Mapping[str, str] = os.environ) -> tuple[Place, bool] | None:
     """Read `status` with its options: where to look, and whether as JSON; None for any other line."""
-    plain, given = plain_line("status", _VALUES, arguments, environ) or (["-"], {})
-    if plain:
+    if (found := plain_line("status", _VALUES, arguments, environ)) is None or found[0]:
         return None
+    _, given = found
     for name, variables in _ENVIRONMENT.items():
-        if found := next((environ[each] for each in variables if environ.get(each)), None):
-            given.setdefault(name, found if name == "url" else Path(found))
+        if text := next((environ[each] for each in variables if environ.get(each)), None):
+            given.setdefault(name, text if name == "url" else Path(text))
     as_json = given.pop("as_json", False)
     return Place(**given), as_json
 
