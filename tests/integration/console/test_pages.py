@@ -209,7 +209,7 @@ async def test_the_overview_draws_the_last_hour_and_says_it_as_a_table(
     office: Any, admin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overview, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(overview, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(overview.api, "REPORT_SECONDS", 0.0)
     postgres = await asyncpg.connect(office.database)
 
     async def count(minutes_ago: int, **counts: int) -> None:
