@@ -7,14 +7,14 @@ or all that filters match, a dry run first counts what would be done; failures a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from cli.noun import All, DryRun, Json, Reach, Reason, Yes
 from cli.output import confirm, json_line, line, note, progress, reason_or_ask
-from postroom._wire.nouns import CHANGES, Noun
+from postroom._wire.nouns import CHANGES, AnyNoun, Noun
 from postroom._wire.words import counted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Problem, error_for
@@ -64,12 +64,12 @@ class Asked(NamedTuple):
 Ask = Callable[[Asked], Portion]
 
 
-def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool, filtered: bool) -> None:
+def check_choice(thing: str, group: str, ids: Sequence[str], change: Change, *, filtered: bool) -> None:
     """Raise `Fatal` unless things are named by their ids, or are all that filters match."""
-    if bool(ids) == everything:
+    if bool(ids) == change.everything:
         how = f"name at least one {thing} (`postroom {group} list` shows them), or use --all with filters"
         raise Fatal(Exit.USAGE, "give the ids or --all, not both" if ids else how)
-    if filtered and not everything:
+    if filtered and not change.everything:
         raise Fatal(Exit.USAGE, "filters need --all")
 
 
@@ -121,16 +121,17 @@ def change_all(
             show(count := count + len(some), f"{count:,} of {counted(len(done), thing)}")
 
 
-def write_each(portions: Iterable[Portion], verb: str, done_as: str, change: Change, *, things: str) -> None:
-    """Write each thing that is `done_as` now, or would be, and why which others failed; exit code 1 then."""
+def change_each(noun: AnyNoun, verb: str, ids: Sequence[str], change: Change, ask: Ask, *, things: str) -> None:
+    """Do a verb of a noun's table, write what it was or would be done to, and why others failed; exit code 1 then."""
+    table = noun.verbs[verb]
     done = failed = 0
-    for portion in portions:
+    for portion in change_all(noun.name, verb, ids, change, ask, undoable=table.undoable):
         for id_, problem in portion.failed.items():
             note(problem.detail if id_ in problem.detail else f"{id_}: {problem.detail}")
         for one in portion.done:
             id_ = _id(one)
             as_said = {"id": id_, "done": None if change.dry_run else verb}
-            json_line(as_said) if change.as_json else line(f"{id_} {'would be ' * change.dry_run}{done_as}")
+            json_line(as_said) if change.as_json else line(f"{id_} {'would be ' * change.dry_run}{table.done}")
         done, failed = done + len(portion.done), failed + len(portion.failed)
     if not (done or failed):
         note(f"no {things} match: nothing to do")

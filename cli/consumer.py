@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice, write_each
+from cli.change import Change, asking, change_each, check_choice
 from cli.noun import Config, Json, Reach, chosen_ids, noun, several
 from cli.output import fields, listing, one_by_one
 from postroom import BrokerClient
@@ -92,16 +92,15 @@ class Filters(NamedTuple):
 
 def operate(verb: str, *, names: Names = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each chosen consumer; exit code 1 if it failed for some of several."""
-    chosen, table = chosen_ids(names), CONSUMERS.verbs[verb]
-    check_choice("consumer", "consumer", chosen, everything=change.everything, filtered=filters != Filters())
+    chosen, states = chosen_ids(names), CONSUMERS.verbs[verb].states
+    check_choice("consumer", "consumer", chosen, change, filtered=filters != Filters())
 
     def find() -> list[str]:
         found = [one for one in _find(reach) if filters.stream in (None, one.stream)]
-        return [one.id for one in found if ("active" if one.paused_by is None else "paused") in table.states]
+        return [one.id for one in found if ("active" if one.paused_by is None else "paused") in states]
 
     ask = asking(CONSUMERS, verb, ConsumerFilter(ids=chosen), reach, mesh=reach.mesh, find=find)
-    portions = change_all("consumer", verb, chosen, change, ask, undoable=table.undoable)
-    write_each(portions, verb, table.done, change, things="consumers")
+    change_each(CONSUMERS, verb, chosen, change, ask, things="consumers")
 
 
 for _verb, _table in CONSUMERS.verbs.items():

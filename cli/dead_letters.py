@@ -88,7 +88,7 @@ def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
 def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each chosen letter; exit code 1 if it failed for some."""
     chosen = chosen_ids(ids)
-    check_choice("dead letter", "dlq", chosen, everything=change.everything, filtered=filters != Filters())
+    check_choice("dead letter", "dlq", chosen, change, filtered=filters != Filters())
     mesh = reach.broker.ask(reach.mesh_of)
     ask = asking(DEAD_LETTERS, verb, LetterFilter(**filters.conditions()), reach, mesh=mesh)
     done, failed, unread = 0, 0, None

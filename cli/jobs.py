@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from cli import completion
-from cli.change import Change, asking, change_all, check_choice, write_each
+from cli.change import Change, asking, change_each, check_choice
 from cli.connect import advised
 from cli.noun import BrokerPlace, Json, OlderThan, Reach, choice, chosen_ids, noun, several
 from cli.output import draw, fields, json_line, line, listing, note, one_by_one, table
@@ -267,11 +267,10 @@ _EXAMPLES: Final = {
 def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each chosen job; exit code 1 if it failed for some of several."""
     ids = chosen_ids(jobs)
-    check_choice("job", "jobs", ids, everything=change.everything, filtered=filters != Filters())
+    check_choice("job", "jobs", ids, change, filtered=filters != Filters())
     named = [str(_uuid(each)) for each in ids]
     ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
-    portions = change_all("job", verb, named, change, ask)
-    write_each(portions, verb, JOBS.verbs[verb].done, change, things="jobs")
+    change_each(JOBS, verb, named, change, ask, things="jobs")
 
 
 for _verb, _table in JOBS.verbs.items():

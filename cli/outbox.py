@@ -388,7 +388,7 @@ def install(
 def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -> None:
     """Do `verb` to one row, perhaps with what its successor is, or to many; exit code 1 where it failed for some."""
     change, rows, done_as = meant.change, meant.filters.rows(), VERBS[verb].done
-    check_choice("row", "outbox", ids, everything=change.everything, filtered=rows != RowFilter())
+    check_choice("row", "outbox", ids, change, filtered=rows != RowFilter())
     if len(ids) == 1 and not change.dry_run:
         reason = reason_or_ask(change.reason)
         if VERBS[verb].retires:

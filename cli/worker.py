@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, NamedTuple, NoReturn
 import typer
 
 from cli import completion
-from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice, write_each
+from cli.change import SECONDS, Asked, Change, Portion, change_each, check_choice
 from cli.noun import Config, Json, Mesh, OlderThan, OutboxPlace, Since, Verbs, chosen_ids, noun, several
 from cli.output import confirm, json_line, line, listing, note, progress, reason_or_ask
 from postroom import BrokerClient
@@ -81,9 +81,7 @@ def failing(source: str) -> Verbs:
         verb: str, *, ids: Ids = None, filters: Filters, change: Change, mesh: Mesh = None, place: OutboxPlace
     ) -> None:
         chosen = chosen_ids(ids)
-        check_choice(
-            things.name, f"worker {source}", chosen, everything=change.everything, filtered=filters != Filters()
-        )
+        check_choice(things.name, f"worker {source}", chosen, change, filtered=filters != Filters())
 
         def ask(asked: Asked) -> Portion:
             meant = filters.refused() if asked.ids is None else unpublished.RefusedFilter(ids=list(asked.ids))
@@ -95,8 +93,7 @@ def failing(source: str) -> Verbs:
             )
             return Portion(result.done, {failure.id: failure.problem for failure in result.failed})
 
-        portions = change_all(things.name, verb, chosen, change, ask)
-        write_each(portions, verb, things.verbs[verb].done, change, things=source)
+        change_each(things, verb, chosen, change, ask, things=source)
 
     def log(*, place: OutboxPlace, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
