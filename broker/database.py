@@ -92,8 +92,7 @@ class Database:
     def ring(self, sources: Iterable[str]) -> None:
         """Wake the publishers of `sources`, whose rows were committed (docs/contract/delivery.md#delivery-86).
 
-        It runs in the background. The first is at once; what is committed within `_RING_SECONDS` after it shares the
-        next.
+        It runs in the background: the first at once; what is committed soon after it shares the next.
         """
         self._unrung.update(sources)
 

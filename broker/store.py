@@ -126,8 +126,7 @@ class AcceptStore:
     ) -> list[Written]:
         """Commit what can be accepted of `candidates`, in their order; one transaction, all of it or nothing.
 
-        Raises `Unwanted` and `TokenRevoked`; after any other error of Postgres or the connection the outcome is
-        unknown.
+        Raises `Unwanted` and `TokenRevoked`; after any other error the outcome is unknown.
         """
         minted = self._ids.mint(len(candidates))
         announced: list[str | None] = []

@@ -301,8 +301,7 @@ class ConfirmedClock:
 async def report_ends(outbox: Outbox, link: BrokerLink) -> None:
     """Report rows that ended here and that the broker may never have seen, until cancelled.
 
-    Which ones are unreported is in the outbox, written in the transaction that ended them
-    (docs/contract/operate.md#operate-64).
+    Which ones is in the outbox, by the transaction that ended them (docs/contract/operate.md#operate-64).
     """
     rng, failures = Random(), 0  # noqa: S311 - it spreads retries and guards nothing
     while True:

@@ -1,8 +1,7 @@
 """`postroom drill …`: what an operator hopes never to need, done on a stack of its own.
 
-An older Postgres comes back, then an older outbox; each way back is the one of docs/backup.md, typed as there. Nothing
-here repairs anything by itself: what is not a command of `postroom` or of Postgres starts and stops programs, sends,
-looks and counts.
+An older Postgres comes back, then an older outbox; each way back is the one of docs/backup.md, typed as there: nothing
+here repairs anything by itself.
 """
 
 import os

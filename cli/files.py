@@ -27,8 +27,7 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
 def new_file(file: Path) -> Iterator[BinaryIO]:
     """Open a file (0600) that gets its name when the block ends, on disk and whole; if the block fails, none appears.
 
-    A signal that would end the process fails it as well. Raises `Fatal` if the name is taken: nothing is ever
-    overwritten.
+    A signal that would end the process fails it as well. Raises `Fatal` if the name is taken.
     """
     from cli.stack.supervisor import interruptible  # noqa: PLC0415 - it is slow to import, and few verbs write a file
 

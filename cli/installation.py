@@ -202,8 +202,7 @@ async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
 async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = False) -> dict[str, Any]:
     """Wait for what to show; what to say instead where there is no answer in time, or an error for one.
 
-    That a broker does not answer, or cannot at the moment, is said in its own row, and says nothing of the servers that
-    it was asked about.
+    That a broker does not answer is said in its own row, and says nothing of the servers that it was asked about.
     """
     try:
         return await asyncio.wait_for(asked, _PROCESS_SECONDS)

@@ -339,8 +339,7 @@ class InboxHandler:
 async def refill(inbox: Inbox, broker: BrokerClient, member: str, accepted_after: datetime) -> None:
     """File what the broker's history has for `member`, from where an earlier refill stopped, up to its end.
 
-    The history's other messages (to queues, direct ones to other members) are left out. Raises `PostroomError`; the
-    next call continues from there.
+    Messages to queues and to other members are left out. Raises `PostroomError`; the next call continues from there.
     """
     while True:
         query = HistoryQuery(after=inbox.refill_after or 0, limit=_PAGE)

@@ -1,7 +1,6 @@
 """`rate-telemetry`: how many messages each member had accepted in each of the limiter's windows, for dashboards.
 
-It writes `pipeline.rate_limit_counter`. A second run changes nothing: a window's count only grows, and the greater one
-is kept.
+It writes `pipeline.rate_limit_counter`. A second run changes nothing: of two counts of a window the greater is kept.
 """
 
 import asyncio
