@@ -1,5 +1,10 @@
 """`POST /v1/accept`: a batch goes through B0 to B3, and each message is answered (docs/contract/accept.md#accept-9).
 
+    B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
+    B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind except a unit of the limiter
+    B2  the destination, inside the transaction: 4xx, and nothing left behind
+    B3  the commit: 201
+
 A round is B0 to B3 for the messages that have no answer yet. One round answers all but three rare kinds of message,
 which the next round's B0 settles: those whose id another batch took meanwhile, those whose id is given twice in the
 batch, and those that their destination refused (a retry of an accepted message must get its 200, even where the topic

@@ -143,10 +143,8 @@ class Administration(Handlers):
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         async with self.changing(request, "retire-token", "member", mesh, name) as connection:
-            if (
-                await connection.fetchval(QUERIES["retire_token"], await _mesh_id(connection, mesh, hold=True), name)
-                is None
-            ):
+            mesh_id = await _mesh_id(connection, mesh, hold=True)
+            if await connection.fetchval(QUERIES["retire_token"], mesh_id, name) is None:
                 sentence = f"there is no member {name} with an old token in the mesh {mesh}: see `postroom member list`"
                 raise NotFound.of("no_old_token", sentence)
         self._authentication.forget()
