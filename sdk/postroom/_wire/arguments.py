@@ -175,7 +175,8 @@ def event_json(payload: Any) -> bytes:
     try:
         return to_json(payload)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage.of("invalid_event", f"the payload cannot be written as JSON: {error}") from error
+        detail = f"the payload cannot be written as JSON: {error}; give what JSON can express"
+        raise InvalidMessage.of("invalid_event", detail) from error
 
 
 def plain_scalar(value: Any) -> Any:
