@@ -82,7 +82,9 @@ def mapped(doing: str, kinds: type[Exception] | tuple[type[Exception], ...] = NA
 
 def why_passing(error: Exception, doing: str) -> str:
     """Say in words why `doing` has to wait, for an error of NATS or Postgres, or a sentence already."""
-    return str(from_nats(error, doing)) if isinstance(error, nats.errors.Error) else why_failed(error)
+    if isinstance(error, (nats.errors.Error, PostroomError)):
+        return str(from_nats(error, doing))
+    return f"Postgres failed: {why_failed(error)}"
 
 
 def _why_unanswered(error: Exception) -> str:
