@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.database import QUERIES
+
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
 
@@ -222,3 +224,9 @@ async def test_batches_of_many_members_and_destinations_do_not_deadlock(broker: 
         "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
     )
     assert deadlocks == 0
+
+
+async def test_postgres_ends_a_broker_that_stands_still_in_a_batch_that_others_wait_for(broker: Any) -> None:
+    async with broker.services.database.accepting.acquire() as connection, connection.transaction():
+        await connection.execute(QUERIES["accept_alone"], 1)
+        assert await connection.fetchval("SHOW idle_in_transaction_session_timeout") == "10s"
