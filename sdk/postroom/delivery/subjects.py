@@ -18,6 +18,7 @@ from postroom.delivery.errors import invalid_subject
 
 _VERSION: Final = re.compile(r"v([1-9][0-9]{0,8})")
 _MOST_VERSION: Final = 999_999_999
+_STREAM_KINDS: Final = frozenset({"events", "commands", "inbox", "dlq"})
 
 DEFAULT_WORKSPACE: Final = "default"
 DEFAULT_VERB: Final = "run"
@@ -135,6 +136,12 @@ def parse_subject(subject: str) -> Subject:
 def stream_name(context: str, kind: str) -> str:
     """Name the default stream of a context: `SEA_EVENTS` for `sea` and `events`."""
     return f"{_context(context)}_{kind}".upper()
+
+
+def is_stream_name(name: str) -> bool:
+    """Return whether it is the name of a default stream, of whichever context."""
+    context, _, kind = name.lower().rpartition("_")
+    return kind in _STREAM_KINDS and SNAKE.allows(context) and name.isupper()
 
 
 @lru_cache(maxsize=4096)

@@ -85,6 +85,11 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_a
     unknown = user.run(*since, "--stream", "demo", "--dry-run")
     sentence = "nothing is recorded as published into a stream 'demo': give its whole name, as in DEMO_EVENTS"
     assert (unknown.code, unknown.out, unknown.sentence()) == (3, "", sentence)
+    for name in ("demo_events", "DEMO_EVENT", "_EVENTS", "Demo_EVENTS"):
+        assert user.run(*since, "--stream", name, "--dry-run").code == 3
+    unused = user.run(*since, "--stream", "DEMO_COMMANDS", "--dry-run")
+    assert unused.code == 0
+    assert all(line.endswith(": 0 would be published again") for line in unused.out.splitlines())
     would = user.run(*since, "--dry-run").out.splitlines()
     assert would == [
         "events: 1 would be published again",

@@ -45,7 +45,7 @@ from postroom.delivery.message import history_message
 from postroom.delivery.publication import Failed, Outgoing, Place, Placed, Search, Unanswered, identifying
 from postroom.delivery.publication.link import Holes
 from postroom.delivery.settings import PublisherSettings, RecordSettings
-from postroom.delivery.subjects import expression_of
+from postroom.delivery.subjects import expression_of, is_stream_name
 
 QUERIES: Final = load_queries(__package__, "record.sql")
 LIMIT: Final = 1000  # that are listed, or that one request drops
@@ -369,9 +369,9 @@ async def redrive(
 
     Of each table some thousand are examined, those that were published first `after` a time; returns how many of each
     it was, and the time after which the next call goes on, if there are more. The first call raises `NotFound` for a
-    stream that nothing is in: a count of 0 would read as good news.
+    stream that nothing is in, unless it has the name of a default one: a count of 0 would read as good news.
     """
-    if after is None and wanted.stream is not None:
+    if after is None and wanted.stream is not None and not is_stream_name(wanted.stream):
         has = [await connection.fetchval(table.queries["has_stream"], wanted.stream) for table in tables]
         if not any(has):
             raise stream_unknown(wanted.stream)
