@@ -2,6 +2,7 @@
 
 Accepting has a pool of its own, so that readers can't starve it, and without nested loops: the planner cannot know how
 long the arrays of a batch are, and would join a thousand messages by them. Readers look rows up by key and need them.
+Tokens have a pool of their own, so that guessing at them delays nobody else (docs/contract/accept.md#accept-45).
 """
 
 import asyncio

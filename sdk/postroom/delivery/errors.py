@@ -16,6 +16,7 @@ from postroom._wire.programs import AWAY_SECONDS
 from postroom._wire.sql import why_failed
 from postroom._wire.words import when
 from postroom.chassis.exits import Fatal
+from postroom.chassis.postgres import why_waiting
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
 NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
@@ -82,9 +83,7 @@ def mapped(doing: str, kinds: type[Exception] | tuple[type[Exception], ...] = NA
 
 def why_passing(error: Exception, doing: str) -> str:
     """Say in words why `doing` has to wait, for an error of NATS or Postgres, or a sentence already."""
-    if isinstance(error, (nats.errors.Error, PostroomError)):
-        return str(from_nats(error, doing))
-    return f"Postgres failed: {why_failed(error)}"
+    return str(from_nats(error, doing)) if isinstance(error, nats.errors.Error) else why_waiting(error)
 
 
 def _why_unanswered(error: Exception) -> str:
