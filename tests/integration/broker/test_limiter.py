@@ -204,8 +204,8 @@ async def test_a_redis_that_takes_no_more_clients_is_told_from_one_that_does_not
         async def reasons() -> str:
             return " ".join((await broker.nobody.get("/ready")).body["reasons"])
 
-        await until_so(reasons, holds=lambda said: "max number of clients reached" in said)
-        assert "raise its maxclients" in await reasons()
+        # a connection may also break before its refusal is read
+        await until_so(reasons, holds=lambda said: "(max number of clients reached): raise its maxclients" in said)
         await redis.config_set("maxclients", 100)
         await until_so(reasons, holds=lambda said: not said)
 
