@@ -62,7 +62,7 @@ $(SPHINX): $(STAMP) site.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r site.lock
 
 lock: ## resolve the seven lock files again (needs uv)
-	$(RESOLVE) --group dev --extra embedded --extra otel -o dev.lock pyproject.toml sdk/pyproject.toml
+	$(RESOLVE) --group dev --extra embedded --extra nkeys --extra otel -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
 	$(RESOLVE) --group bench -c dev.lock -o bench.lock

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Generic, Type
 import msgspec
 
 from postroom._wire.arguments import plain_scalar
-from postroom._wire.names import SUBJECTS, WORD
+from postroom._wire.names import SUBJECT, SUBJECTS, WORD
 from postroom._wire.words import shape_fault
 from postroom.errors import InvalidMessage, PostroomError
 
@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]  # what a receiver accepts in a header
 _Word: TypeAlias = Annotated[str, msgspec.Meta(pattern=WORD.schema)]
 _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
@@ -209,7 +208,7 @@ def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, eve
     """Return the subject of an event of the agent; raises `InvalidAgent` where it is not valid."""
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
     subject = _filled(f"{agent.__name__}.event_subject", agent.event_subject, places)
-    if _SUBJECT.fullmatch(subject) is None or event not in subject:
+    if not SUBJECT.allows(subject) or event not in subject:
         rule = 'words joined by dots, one of which contains {type}, as in "evt.{tenant}.{workspace}.{agent}.{type}"'
         raise _invalid(f"{agent.__name__}.event_subject must be {rule}")
     return subject

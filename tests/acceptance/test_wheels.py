@@ -329,8 +329,8 @@ def environment(directory: Path, *packages: str | Path, python: str = sys.execut
 def test_the_lowest_versions_that_the_server_allows_pass_its_tests(tmp_path: Path) -> None:
     pins = lowest(
         [
-            *requirements(REPOSITORY, "embedded", "otel", "pipeline"),
-            *requirements(REPOSITORY / "sdk", "otel", "postgres", "spark"),
+            *requirements(REPOSITORY, "embedded", "nkeys", "otel", "pipeline"),
+            *requirements(REPOSITORY / "sdk", "nkeys", "otel", "postgres", "spark"),
         ]
     )
     developers = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]

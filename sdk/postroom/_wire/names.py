@@ -48,6 +48,9 @@ SUBJECTS: Final = Rule(  # of NATS: one subject, or a pattern for several
     re.compile(r"(?:(?:[^\s.*>\x00-\x1f\x7f]+|\*)\.)*(?:[^\s.*>\x00-\x1f\x7f]+|\*|>)"),
     "words joined by dots, `*` for any one word, a last `>` for one or more",
 )
+SUBJECT: Final = Rule(  # of our own making
+    re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*"), "words of letters, digits, `_` and `-`, joined by dots"
+)
 STREAM: Final = Rule(re.compile("[A-Za-z0-9_-]{1,64}"), "1 to 64 letters, digits, `_` and `-`")  # or its consumer
 REASON: Final = Rule(re.compile(r"\s*[^\s\0][^\0]*"), "a text that is not blank and has no NUL character")
 MESSAGE_ID: Final = Rule(re.compile("[A-Za-z0-9._:~-]{1,128}"), ID_RULE)  # docs/contract/send.md#send-29
@@ -79,7 +82,7 @@ def in_words(sentence: str) -> str:
     """State the rule in words where msgspec's `sentence` shows its pattern."""
     for what, rule in (
         *(("a name: ", name) for name in (SNAKE, WORD, MESH, OPERATOR, QUEUE, STREAM)),
-        ("a subject: ", SUBJECTS),
+        *(("a subject: ", subject) for subject in (SUBJECT, SUBJECTS)),
         *(("", rule) for rule in (REASON, MESSAGE_ID, FINGERPRINT, TRACE, URL)),
     ):
         sentence = sentence.replace(f"`str` matching regex {rule.schema!r}", what + rule.words)

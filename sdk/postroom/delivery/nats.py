@@ -64,6 +64,11 @@ _PINGS: Final = 2  # unanswered ones after which the server counts as unreachabl
 UNREADABLE: Final = "Postroom-Unreadable-Headers"  # base64 of a block that holds no headers, or control characters
 UNREADABLE_SUBJECT: Final = "Postroom-Unreadable-Subject"  # base64 of a subject that is not UTF-8
 
+_SEED: Final = re.compile("SU[A-Z2-7]{56}")  # of a user's key
+_BEGIN: Final = "-----BEGIN "  # of a .creds file
+_CREDENTIALS: Final = re.compile(
+    rf"{_BEGIN}NATS USER JWT-+\s+([!-~]+)\s.*-BEGIN USER NKEY SEED-+\s+({_SEED.pattern})\s", re.DOTALL
+)
 _LINES: Final = rb"\r\n(?:[^:\x00-\x1f\x7f]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)*\r\n"
 _STORED_BLOCK: Final = re.compile(rb"NATS/1\.0" + _LINES)
 _SERVER_BLOCK: Final = re.compile(rb"NATS/1\.0(?: +\d\d\d[^\r\n]*)?" + _LINES)  # a status is the server's to say
@@ -104,6 +109,7 @@ async def connect(
                 ping_interval=settings.ping_seconds,  # type: ignore[arg-type]
                 max_outstanding_pings=_PINGS,
                 pending_size=_BUFFER,
+                inbox_prefix=settings.inbox_prefix,
                 error_cb=events.failed,
                 disconnected_cb=events.disconnected,
                 reconnected_cb=events.reconnected,
@@ -185,7 +191,11 @@ def _credentials(file: Path | None) -> dict[str, Any]:
     """Return the options that make nats-py read `file` at each connection; raises `Fatal` where it is unusable now."""
     if file is None:
         return {}
-    if ":" not in _secret(file):
+    secret = _secret(file)
+    if _key_in(secret) is not None:
+        _signer(file, secret)
+        return {"user_credentials": str(file)}
+    if ":" not in secret:
         return {"token": lambda: _secret(file)}
     return {"user": lambda: _secret(file).partition(":")[0], "password": lambda: _secret(file).partition(":")[2]}
 
@@ -199,9 +209,31 @@ def _secret(file: Path) -> str:
     text = content.decode("utf-8", "replace").strip()
     if status.st_mode & stat.S_IRWXO:
         raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
-    if not (text and text.isascii() and text.isprintable()):
-        raise Fatal(Exit.CONFIG, f"{file} has no NATS credentials: one line, `user:password` or a token, is expected")
+    is_line = text and text.isascii() and text.isprintable() and not text.startswith(_BEGIN)
+    if not is_line and _key_in(text) is None:
+        expected = "one line, `user:password`, a token or an nkey's seed, or a .creds file"
+        raise Fatal(Exit.CONFIG, f"{file} has no NATS credentials: give it {expected}")
     return text
+
+
+def _key_in(secret: str) -> tuple[str, str | None] | None:
+    """Return the seed of a key, and the token (a JWT) that names its user where NATS does not know the key itself."""
+    if (both := _CREDENTIALS.search(secret)) is not None:
+        return both[2], both[1]
+    return (secret, None) if _SEED.fullmatch(secret) else None
+
+
+def _signer(file: Path, secret: str) -> tuple[Any, str | None]:
+    """Return the keys and the token; raises `Fatal` where there are none, or nothing to sign with."""
+    try:
+        import nkeys  # noqa: PLC0415 - the extra of the same name
+    except ImportError as error:
+        sentence = f"{file} has a key, and the package that signs with it is missing"
+        raise Fatal(Exit.CONFIG, f"{sentence}: install it with `pip install 'postroom[nkeys]'`") from error
+    if (found := _key_in(secret)) is None:
+        raise Fatal(Exit.CONFIG, f"{file} has no key any more: put it back, or restart this program")
+    seed, token = found
+    return nkeys.from_seed(bytearray(seed, "ascii")), token
 
 
 _clients: Final = WeakSet["NatsClient"]()  # of this process
@@ -285,6 +317,17 @@ class NatsClient(Client):
             if isinstance(error, NATS_ERRORS):
                 raise
             raise Error(str(error)) from error
+
+    def _setup_nkeys_connect(self) -> None:
+        self._signature_cb = self._sign
+
+    def _sign(self, nonce: str) -> bytes:
+        """Sign as the user in the file as it is by now: nats-py stays with the first, or hangs in a file cut short."""
+        file = Path(str(self._user_credentials))
+        key, token = _signer(file, _secret(file))
+        self._public_nkey = key.public_key.decode()
+        self._user_jwt_cb = None if token is None else lambda: bytearray(token, "ascii")
+        return b64encode(key.sign(nonce.encode()))
 
     def _connect_command(self) -> bytes:
         """Let the end of a TLS connection close it: nats-py's protocol keeps it open, of which asyncio warns."""

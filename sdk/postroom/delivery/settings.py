@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from postroom._wire.names import STREAM, SUBJECTS
+from postroom._wire.names import STREAM, SUBJECT, SUBJECTS
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.config import MAX_SECONDS, SECRET, ConnectSeconds, Days, Seconds
 from postroom.chassis.exits import Exit, Fatal
@@ -58,7 +58,10 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     url: Annotated[str, SECRET, Meta(description="NATS servers with JetStream, nats://… or tls://…, comma-separated")]
     credentials_file: Annotated[
         Path | None,
-        Meta(description="file with `user:password`, or a token; read at every connection, not readable by others"),
+        Meta(
+            description="file with `user:password`, a token, an nkey's seed, or a token and a seed as in a .creds file;"
+            " read at every connection, not readable by others"
+        ),
     ] = None
     ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the server's certificate")
@@ -69,6 +72,13 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     key_file: Annotated[
         Path | None, Meta(description="private key (PEM) of `cert_file`, without a passphrase; not readable by others")
     ] = None
+    inbox_prefix: Annotated[
+        str,
+        Meta(
+            pattern=SUBJECT.schema,
+            description="where answers and messages come to; with one of its own no other program can listen to them",
+        ),
+    ] = "_INBOX"
     connect_seconds: ConnectSeconds = 5
     reconnect_seconds: Annotated[
         float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")
