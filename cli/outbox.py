@@ -307,22 +307,24 @@ def restore(
     yes: Yes = False,
 ) -> None:
     """Put a backup in the place of a stopped daemon's outbox; ids that were used after it are free again."""
-    from daemon.postroomd import restore as restore_outbox  # noqa: PLC0415
+    from daemon.config import state_directory  # noqa: PLC0415
+    from outbox.backup import restore as restore_outbox  # noqa: PLC0415
 
     loaded, why = daemon_config(config), reason_or_ask(reason)
     confirm(f"Replace the outbox of the mesh {loaded.mesh} by {file}?", yes=yes)
-    aside = restore_outbox(loaded, file.absolute(), why)
+    aside = restore_outbox(state_directory(loaded), file.absolute(), why)
     line(f"restored {file}; " + ("there was no outbox" if aside is None else f"the old outbox is {aside}"))
 
 
 @app.command()
 def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -> None:
     """Set the damaged files of a stopped daemon aside, and save what can be read into a new outbox."""
-    from daemon.postroomd import recover as recover_outbox  # noqa: PLC0415
+    from daemon.config import state_directory  # noqa: PLC0415
+    from outbox.recover import recover as recover_outbox  # noqa: PLC0415
 
     loaded = daemon_config(config)
     confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)
-    recovery = recover_outbox(loaded)
+    recovery = recover_outbox(state_directory(loaded))
     if as_json:
         json_line(recovery._asdict())
     else:

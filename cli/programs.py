@@ -68,9 +68,12 @@ def run_daemon(*, config: Config = None, accept_lost_ids: AcceptLostIds = False)
 @daemons.command()
 def rotate_token(*, config: Config = None) -> None:
     """Write a new local token for the TCP port; the old one is valid for another 60 s."""
-    from daemon.postroomd import rotate_token as rotate  # noqa: PLC0415
+    from daemon.config import token_file  # noqa: PLC0415
+    from ipc.peers import rotate  # noqa: PLC0415
 
-    line(f"the new token is in {rotate(daemon_config(config))}")
+    file = token_file(daemon_config(config))
+    rotate(file)
+    line(f"the new token is in {file}")
 
 
 @daemons.command()

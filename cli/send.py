@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TextIO
 
@@ -108,7 +109,7 @@ def send(
         send_one(socket, _destination(to), content, common._asdict(), client_message_id, wait=patience, as_json=as_json)
         return
     _refuse_options("one message", "many lines", id=client_message_id, wait=wait or None)
-    parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
+    parse = partial(_whole, id_prefix) if ndjson else partial(_body, _destination(to), common, id_prefix)
     stream = open_source(source)
     with closing(stream.raw), ExitStack() as opened:  # closing the buffer, which a thread reads, waits for a line
         refused = None if errors is None else opened.enter_context(emptied(errors, stream))
@@ -168,37 +169,21 @@ def moment_of(text: str | None) -> datetime | None:
     return moment
 
 
-def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
-    """Make the parser for lines that are bodies."""
-
-    def parse(line: bytes, number: int) -> SendRequest:
-        _check_length(line)
-        return compose(to, body_of(line), **common._asdict(), client_message_id=_id(id_prefix, number))
-
-    return parse
+def _body(to: str, common: Common, id_prefix: str | None, line: bytes, number: int) -> SendRequest:
+    return compose(to, body_of(line), **common._asdict(), client_message_id=_id(id_prefix, number))
 
 
-def json_lines(id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
-    """Make the parser for lines that are whole messages, as `POST /v1/send/batch` takes them."""
-
-    def parse(line: bytes, number: int) -> SendRequest:
-        _check_length(line)
-        message = decode_request(line)
-        if message.client_message_id is None and id_prefix is not None:
-            return replace(message, client_message_id=_id(id_prefix, number))
-        return message
-
-    return parse
+def _whole(id_prefix: str | None, line: bytes, number: int) -> SendRequest:
+    """Read a line that is a whole message, as `POST /v1/send/batch` takes it."""
+    message = decode_request(line)
+    if message.client_message_id is None and id_prefix is not None:
+        return replace(message, client_message_id=_id(id_prefix, number))
+    return message
 
 
 def _id(prefix: str | None, number: int) -> str | None:
     """Build the id of a line; such ids sort as their lines do."""
     return None if prefix is None else f"{prefix}-{number:09d}"
-
-
-def _check_length(line: bytes) -> None:
-    if len(line) > MAX_LINE:
-        refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
 
 
 class BulkSend:
@@ -250,6 +235,8 @@ class BulkSend:
                 self.blank += 1
                 continue
             try:
+                if len(text) > MAX_LINE:
+                    refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
                 message = self._parse(text, number)
             except InvalidMessage as error:
                 self._fail(number, error.problem)

@@ -52,10 +52,6 @@ class Filters(NamedTuple):
     subject: Annotated[str | None, typer.Option(metavar="SUBJECT", help="Only with this subject.")] = None
     older_than: OlderThan = None
 
-    def refused(self) -> unpublished.RefusedFilter:
-        """Return them as the broker's filter."""
-        return unpublished.RefusedFilter(subject=self.subject, **(self.older_than or {}))
-
 
 def failing(source: str) -> Verbs:
     """Return the verbs for what JetStream does not take of a source: `events`, `deliveries` or `replays`."""
@@ -84,7 +80,8 @@ def failing(source: str) -> Verbs:
         check_choice(things.name, f"worker {source}", chosen, change, filtered=filters != Filters())
 
         def ask(asked: Asked) -> Portion:
-            meant = filters.refused() if asked.ids is None else unpublished.RefusedFilter(ids=list(asked.ids))
+            matching = {"subject": filters.subject, **(filters.older_than or {})}
+            meant = unpublished.RefusedFilter(**(matching if asked.ids is None else {"ids": list(asked.ids)}))
             options: Any = {"mesh": None if chosen else mesh, "reason": asked.why, "dry_run": asked.dry_run}
             result = place.ask(
                 lambda client: client.change(things, verb, meant, **options),

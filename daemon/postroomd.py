@@ -22,14 +22,11 @@ from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import Metrics
 from daemon.receiver import Receiver
 from ipc.control import health_of
-from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, rotate
+from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard
 from ipc.routes import metrics_routes, routes
 from ipc.server import Server
 from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
-from outbox.backup import restore as restore_directory
-from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
-from outbox.recover import recover as recover_directory
 from postroom._wire.programs import Report
 from postroom.chassis import listener, runtime
 from postroom.chassis.runtime import Reporter, keep_reporting
@@ -211,29 +208,6 @@ def _installed(config: DaemonConfig) -> int:
     with suppress(OSError):
         written.append(config.broker.token_file.stat().st_mtime)
     return round(max(written) * 1000)
-
-
-def rotate_token(config: DaemonConfig) -> Path:
-    """Write a new local token and return its file; a running daemon takes the old one for another 60 s."""
-    file = token_file(config)
-    rotate(file)
-    return file
-
-
-def recover(config: DaemonConfig) -> Recovery:
-    """Set the damaged outbox of a stopped daemon aside and save its rows into a new one.
-
-    Raises `Fatal`: 69 while the daemon runs, 78 where there is no outbox.
-    """
-    return recover_directory(state_directory(config))
-
-
-def restore(config: DaemonConfig, backup: Path, reason: str) -> Path | None:
-    """Replace a stopped daemon's outbox with a backup; returns where the old one was moved, if there was one.
-
-    Raises `Fatal`: 69 while the daemon runs, 78 for a file that is not a backup.
-    """
-    return restore_directory(state_directory(config), backup, reason)
 
 
 async def answer_watchdog(outbox: Outbox) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import typer
 
@@ -23,8 +23,6 @@ from embedded import ProcessIdentity
 from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
-
-S = TypeVar("S", bound=HandledStack)
 
 State = Annotated[
     Path | None,
@@ -42,10 +40,10 @@ def demo(*, state: State = None) -> None:
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
         )
         raise Fatal(Exit.UNAVAILABLE, sentence)
-    perform(state, DemoStack, lambda stack, stage, receiver: Demo(stack, stage, receiver).run())
+    perform(state, DemoStack, lambda *given: Demo(*given).run())
 
 
-def perform(state: Path | None, kind: type[S], run: Callable[[S, Stage, Receiver], bool]) -> None:
+def perform(state: Path | None, kind: type[HandledStack], run: Callable[[HandledStack, Stage, Receiver], bool]) -> None:
     """Run something on a new stack in `state`, or in a directory that is removed afterwards, and stop the stack.
 
     Raises `Fatal` where `run` says that a number is wrong, and where there is an outbox already.

@@ -19,7 +19,6 @@ from rich.text import Text
 from cli.output import line
 from cli.stack import PageProgram, Stack
 from cli.stack.layout import MESH
-from embedded import EmbeddedServer
 from postroom.chassis.exits import Exit, Fatal
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
@@ -153,11 +152,7 @@ class HandledStack(Stack):
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state)
         self.consumer = ConsumerProgram(self, receiver)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        return (*super().programs, self.consumer)
+        self.programs.append(self.consumer)
 
 
 class DemoStack(HandledStack):
@@ -165,12 +160,7 @@ class DemoStack(HandledStack):
 
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state, receiver)
-        self.agent = AgentProgram(self)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        return (*super().programs, self.agent)
+        self.programs.append(AgentProgram(self))
 
 
 class ConsumerProgram(PageProgram):

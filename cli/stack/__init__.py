@@ -286,12 +286,11 @@ class Stack:
         self.broker = BrokerProgram(self)
         self.worker = WorkerProgram(self)
         self.daemon = DaemonProgram(self)
-
-    @property
-    def programs(self) -> tuple[EmbeddedServer, ...]:
-        """Every process, each after those that it needs."""
-        redis = () if self.redis is None else (self.redis,)
-        return (self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
+        redis = [] if self.redis is None else [self.redis]
+        # every process, each after those that it needs
+        self.programs: list[EmbeddedServer] = [
+            *(self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
+        ]
 
     def start(self, say: Callable[[str], None], begin: Callable[[str], None] = lambda _: None) -> None:
         """Start what does not run, make the mesh and write the `env` file.
