@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from aiohttp import web
 
 from broker.database import QUERIES, Database, unavailable_as_503
 from postroom._wire.administration import CallerRole
+from postroom.chassis.config import read_secret
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.grouped import Grouped
-from postroom.chassis.ownership import read_regular
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted
@@ -121,18 +120,11 @@ def new_token() -> str:
 def read_admin_token(file: Path | None) -> bytes | None:
     """Return the digest of the administrator's token, or None where none is configured.
 
-    Raises `Fatal` (78) for a file that is missing, not regular, empty, too short, world-readable, or with a token
-    that no request can carry.
+    Raises `Fatal` (78) as `read_secret` does, and for a token that is too short, or that no request can carry.
     """
     if file is None:
         return None
-    try:
-        content, status = read_regular(file)
-        token = content.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}; let the broker read it") from error
-    if status.st_mode & stat.S_IROTH:
-        raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
+    token = read_secret(file, "admin_token_file").decode("utf-8", "replace")
     if len(token) < MIN_ADMIN_TOKEN:
         detail = f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"
         raise Fatal(Exit.CONFIG, detail)

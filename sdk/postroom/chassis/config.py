@@ -128,6 +128,20 @@ def state_home(variable: str, environ: Mapping[str, str]) -> Path:
     raise Fatal(Exit.CONFIG, f"HOME is not set: set state_directory ({variable})")
 
 
+def read_secret(file: Path, what: str) -> bytes:
+    """Return the secret that a file holds, without the white space around it.
+
+    Raises `Fatal` (78), which says `what` the file is, where it cannot be read or is open to every user.
+    """
+    try:
+        content, status = read_regular(file)
+    except OSError as error:
+        raise Fatal(Exit.CONFIG, f"cannot read {what} {file}: {error.strerror}; check that file") from error
+    if status.st_mode & stat.S_IRWXO:
+        raise Fatal(Exit.CONFIG, f"every user can open {what} {file}: chmod 600 it, and change it")
+    return content.strip()
+
+
 def trusting(ca_file: Path | None, setting: str) -> ssl.SSLContext | None:
     """Return a context that trusts only the authorities in a file, None without one; `Fatal` (78) names `setting`."""
     if ca_file is None:
@@ -161,7 +175,6 @@ def show_certificate(tls: ssl.SSLContext, certificate: Path, key: Path, cert_set
 
 
 def _why_unusable(error: OSError) -> str:
-    """Say in words why a file for TLS cannot be used."""
     reason: str | None = getattr(error, "reason", None)  # of an `ssl.SSLError`
     return str(error.strerror) if reason is None else reason.replace("_", " ").lower()
 

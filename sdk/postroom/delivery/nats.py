@@ -15,7 +15,6 @@ import asyncio
 import os
 import re
 import ssl
-import stat
 from base64 import b64encode
 from collections import deque
 from datetime import timedelta
@@ -40,9 +39,9 @@ from nats.protocol.parser import (
 )
 
 from postroom._wire.http import why_unreachable
-from postroom.chassis.config import show_certificate, trusting
+from postroom.chassis.config import read_secret, show_certificate, trusting
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import give_up, read_regular
+from postroom.chassis.ownership import give_up
 from postroom.delivery.errors import NATS_ERRORS, from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
 
@@ -201,14 +200,7 @@ def _credentials(file: Path | None) -> dict[str, Any]:
 
 
 def _secret(file: Path) -> str:
-    try:
-        content, status = read_regular(file)
-    except OSError as error:
-        sentence = f"cannot read the NATS credentials {file}: {error.strerror}; check that file"
-        raise Fatal(Exit.CONFIG, sentence) from error
-    text = content.decode("utf-8", "replace").strip()
-    if status.st_mode & stat.S_IRWXO:
-        raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
+    text = read_secret(file, "the NATS credentials").decode("utf-8", "replace").strip()
     is_line = text and text.isascii() and text.isprintable() and not text.startswith(_BEGIN)
     if not is_line and _key_in(text) is None:
         expected = "one line, `user:password`, a token or an nkey's seed, or a .creds file"

@@ -201,7 +201,7 @@ async def test_what_cannot_be_opened_is_named(
     (open_key := private(KEY, tmp_path)).chmod(0o604)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
-        ({"admin_token_file": bad_tokens["open"]}, "readable by everybody"),
+        ({"admin_token_file": bad_tokens["open"]}, "every user can open admin_token_file"),
         *(({"admin_token_file": bad_tokens[name]}, "that a request can carry") for name in ("marked", "two", "long")),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
         ({"admin_token_file": pipe}, "admin_token_file .*not a regular file"),

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from support.certificates import CERTIFICATE, KEY
 
+from postroom.chassis.config import read_secret
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http import client as http_client
 from postroom.delivery.http.addresses import AddressInfo, Guard
-from postroom.delivery.http.client import Answer, HandlerClient, read_secret
+from postroom.delivery.http.client import Answer, HandlerClient
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, check_timeout
 
 
@@ -46,8 +47,7 @@ def test_a_secret_is_what_the_file_holds_without_the_white_space_around_it(tmp_p
     file.write_text("  0123456789abcdef\n")
     file.chmod(0o600)
 
-    assert read_secret(file) == b"0123456789abcdef"
-    assert read_secret(None) is None
+    assert read_secret(file, "the secret") == b"0123456789abcdef"
 
 
 def test_a_secret_that_is_none_is_refused(tmp_path: Path) -> None:

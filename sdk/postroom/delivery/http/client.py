@@ -7,10 +7,8 @@ docs/contract/delivery.md#delivery-35. A call without a connection is not judged
 
 import errno
 import ssl
-import stat
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final, NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
@@ -19,10 +17,9 @@ import msgspec
 from postroom._wire.connections import Pool, default_tls
 from postroom._wire.http import Garbled, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import error_text, read_retry_after
-from postroom.chassis.config import trusting
+from postroom.chassis.config import read_secret, trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
-from postroom.chassis.ownership import read_regular
 from postroom.claims import DONE, Dead, Outcome
 from postroom.delivery.consumer import Attempts
 from postroom.delivery.http.addresses import Guard, dial_to
@@ -91,7 +88,11 @@ class HandlerClient:
         site, target = _place_of(settings.url)
         self.name = settings.url.partition("?")[0]  # a query may hold a secret
         self.format = settings.format
-        self._secret = secret or read_secret(settings.secret_file)
+        self._secret = secret
+        if secret is None and (file := settings.secret_file) is not None:
+            self._secret = read_secret(file, "handler.secret_file")
+            if len(self._secret) < MIN_SECRET_BYTES:
+                raise Fatal(Exit.CONFIG, f"handler.secret_file {file} has fewer than {MIN_SECRET_BYTES} bytes")
         self._guard = guard
         tls = trusting(settings.ca_file, "handler.ca_file")
         dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
@@ -150,25 +151,6 @@ class HandlerClient:
             _reason(answer.status, content),
             read_retry_after(answer.field(b"Retry-After"), int(time.time() * 1000)),
         )
-
-
-def read_secret(file: Path | None) -> bytes | None:
-    """Return the secret that `file` holds, without the white space around it; None where there is no file.
-
-    Raises `Fatal` (78) for a file that is missing, not a regular file, too short or open to every user.
-    """
-    if file is None:
-        return None
-    try:
-        content, status = read_regular(file)
-    except OSError as error:
-        raise Fatal(Exit.CONFIG, f"cannot read handler.secret_file {file}: {error.strerror}") from error
-    if status.st_mode & stat.S_IRWXO:
-        raise Fatal(Exit.CONFIG, f"handler.secret_file {file} is open to every user: chmod 600 it, and change it")
-    secret = content.strip()
-    if len(secret) < MIN_SECRET_BYTES:
-        raise Fatal(Exit.CONFIG, f"handler.secret_file {file} has fewer than {MIN_SECRET_BYTES} bytes")
-    return secret
 
 
 def _place_of(url: str) -> tuple[Site, str]:
