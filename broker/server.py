@@ -20,7 +20,7 @@ from broker.programs import Health
 from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.config import show_certificate
-from postroom.chassis.listener import listening, remove, running, unix_listener
+from postroom.chassis.listener import Deadlines, listening, remove, running, unix_listener
 from postroom.chassis.postgres import letting_go
 from postroom.chassis.runtime import notify, run_until_stopped, spare_descriptors, stop_on_signals
 from postroom.delivery.http.addresses import Guard
@@ -86,6 +86,7 @@ async def serving(services: Services) -> AsyncIterator[str]:
     not match, the key is open to others or has a passphrase, or the socket cannot be created.
     """
     config, tls = services.config, None
+    deadlines = Deadlines(config.header_seconds, config.body_seconds, config.stall_seconds, config.idle_seconds)
     if config.tls_cert is not None and config.tls_key is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         show_certificate(tls, config.tls_cert, config.tls_key, "tls_cert", "tls_key")
@@ -94,7 +95,7 @@ async def serving(services: Services) -> AsyncIterator[str]:
             build(services),
             _SHUTDOWN_SECONDS,
             most=min(config.max_connections, spare_descriptors()),
-            deadlines=config,
+            deadlines=deadlines,
             on_drop=lambda reason: services.metrics.dropped.labels(reason).inc(),
             auto_decompress=False,
         )

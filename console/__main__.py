@@ -15,7 +15,7 @@ from console.sessions import Sessions
 from postroom.chassis import logs, runtime
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import PageDeadlines, listening, running
+from postroom.chassis.listener import listening, running
 
 _log = structlog.get_logger(__name__)
 
@@ -30,10 +30,9 @@ async def run(config: ConsoleConfig) -> Exit:
     async with AsyncExitStack() as stack:
         sessions = await stack.enter_async_context(Sessions(config))
         served = running(
-            build(config, sessions),
+            build(sessions),
             _SHUTDOWN_SECONDS,
             most=runtime.spare_descriptors(),
-            deadlines=PageDeadlines(),
             on_drop=lambda reason: _log.info("connection_dropped", reason=reason),
         )
         runner = await stack.enter_async_context(served)

@@ -10,8 +10,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from console import messages, nouns, overview, repairs
-from console.config import ConsoleConfig
-from console.sessions import OWN_PATH, SESSION, Gate, Sessions, next_of, page_of
+from console.sessions import OWN_PATH, SESSION, Sessions, next_of, page_of
 from console.views import ACCESS, HOME, SESSIONS, STATIC, page, set_cookie
 from postroom.chassis.routes import Handler, Route, application, unforeseen
 from postroom.errors import NotFound, PostroomError
@@ -95,10 +94,10 @@ ROUTES: Final = [
 ]  # fmt: skip
 
 
-def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
+def build(sessions: Sessions) -> web.Application:
     """Build the application."""
     static = Route("GET", "/static/{name}", show_static, "anyone", "A style, a script, a picture")
-    app = application([*ROUTES, static], Gate(config, sessions).authorize)
+    app = application([*ROUTES, static], sessions.authorize)
     app[SESSIONS] = sessions
     app[ACCESS] = {route.path: route.access for route in ROUTES if route.method == "GET"}
     app[overview.WATCH] = overview.Watch()

@@ -125,7 +125,6 @@ async def begin(request: web.Request) -> web.Response:
 
 
 def _filter_of(noun: AnyNoun) -> type[msgspec.Struct]:
-    """Return the type of the filter of a noun's verbs."""
     found: type[msgspec.Struct] = get_args(noun.change)[0]
     return found
 

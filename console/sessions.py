@@ -10,7 +10,6 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Final, NamedTuple, Self, get_args
 from urllib.parse import urlencode
 
@@ -58,16 +57,16 @@ SESSION: Final = web.RequestKey("session", Session)
 
 
 class Sessions:
-    """The sessions of this process."""
+    """The sessions of this process, and which requests are answered by them."""
 
-    def __init__(self, config: ConsoleConfig, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ConsoleConfig) -> None:
         self._config = config
-        self._monotonic = monotonic
+        self._monotonic = time.monotonic
         self._sessions: dict[str, Session] = {}
         self._used_at: dict[str, float] = {}
         self._secret = secrets.token_bytes(32)
         self._attempts: Counter[str] = Counter()  # by address, since `_attempts_since`
-        self._attempts_since = monotonic()
+        self._attempts_since = self._monotonic()
         # whether browsers reach the console over TLS, so that cookies are sent over TLS only
         self.secure = (config.public_url or "").startswith("https://")
 
@@ -144,19 +143,6 @@ class Sessions:
                 if self.is_over(key):
                     await self.end(key)
 
-
-def new_cookie() -> str:
-    """Make the value of a cookie, which cannot be guessed."""
-    return secrets.token_urlsafe(32)
-
-
-class Gate:
-    """Decides which requests are answered: by their session, and whether a page of the console has sent them."""
-
-    def __init__(self, config: ConsoleConfig, sessions: Sessions) -> None:
-        self._public_url = config.public_url
-        self._sessions = sessions
-
     async def authorize(self, request: web.Request, access: str) -> None:
         """Put the session on the request, or redirect to the log-in without one; `access` is `anyone` or a role.
 
@@ -165,7 +151,7 @@ class Gate:
         cookie = request.cookies.get(COOKIE, "")
         if request.method == "POST":
             await self._check_form(request, cookie)
-        session = self._sessions.find(cookie)
+        session = self.find(cookie)
         if session is not None:
             request[SESSION] = session
         if access == "anyone":
@@ -178,7 +164,7 @@ class Gate:
             raise NotPermitted.of("not_permitted", sentence)
 
     async def _check_form(self, request: web.Request, cookie: str) -> None:
-        own = self._public_url or f"http://{request.host}"
+        own = self._config.public_url or f"http://{request.host}"
         if (
             request.headers.get("Origin") != own
             or request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin"
@@ -192,9 +178,14 @@ class Gate:
             given = (await request.post()).get("form_key")
         except UnicodeDecodeError:
             raise InvalidMessage.of("invalid_request", "the form is not UTF-8: send it from its page") from None
-        wanted = self._sessions.form_key(cookie)
+        wanted = self.form_key(cookie)
         if not (cookie and isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())):
             raise NotPermitted.of("stale_form", "the form is from before the last log-in: open the page again")
+
+
+def new_cookie() -> str:
+    """Make the value of a cookie, which cannot be guessed."""
+    return secrets.token_urlsafe(32)
 
 
 def page_of(request: web.Request) -> str:

@@ -23,7 +23,7 @@ from ipc.connection import Answer, Connection, PlainSend, Request, expects_more,
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
-from postroom.chassis.listener import TOO_MUCH_UNREAD, TimedConnection, TimedServer
+from postroom.chassis.listener import TOO_MUCH_UNREAD, Deadlines, TimedConnection, TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version, refuse_what_is_not_taken
 from postroom.errors import NotFound, NotPermitted, PostroomError, TryAgain
 
@@ -56,7 +56,7 @@ class Server(TimedServer):
     ) -> None:
         super().__init__(
             self._answer,
-            deadlines=limits,
+            deadlines=Deadlines(limits.header_seconds, limits.body_seconds, limits.stall_seconds, limits.idle_seconds),
             on_drop=self._count_drop,
             request_factory=lambda head, body, handler, writer, task: Request(
                 head, body, handler, writer, task, self._running_loop

@@ -151,7 +151,7 @@ async def console(operated: str) -> AsyncIterator[str]:
     config = ConsoleConfig(broker_url=operated)
     async with AsyncExitStack() as stack:
         sessions = await stack.enter_async_context(Sessions(config))
-        runner = web.AppRunner(build(config, sessions), access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(build(sessions), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         yield await listening(runner, "127.0.0.1", 0)

@@ -7,23 +7,11 @@ coroutine; with a connection that is not asynchronous it never waits for a loop 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 Values = Mapping[str, str | None]
 
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)\b")
-
-
-class Driver(Protocol):
-    """A connection of one library."""
-
-    asynchronous: bool
-
-    async def in_transaction(self) -> bool:
-        """Return whether what it writes waits for the program's commit."""
-
-    async def row(self, query: str, values: Values) -> Sequence[Any]:
-        """Return the one row of a query with parameters written as `:name`; raises what the library raises."""
 
 
 class Asyncpg:
@@ -115,8 +103,12 @@ class Django:
         return row
 
 
+# One is or is not `asynchronous`; `in_transaction` says whether what it writes waits for the program's commit; `row`
+# returns the one row of a query with parameters written as `:name`, and raises what the library raises.
+Driver: TypeAlias = Asyncpg | Psycopg | SqlAlchemy | Django
+
 # What the connections of each offer, and no other's.
-_DRIVERS: Final[Mapping[str, type[Asyncpg | Psycopg | SqlAlchemy | Django]]] = {
+_DRIVERS: Final[Mapping[str, type[Driver]]] = {
     "is_in_transaction": Asyncpg,
     "in_atomic_block": Django,
     "in_nested_transaction": SqlAlchemy,

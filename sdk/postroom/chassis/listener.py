@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from http import HTTPStatus
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Final, NamedTuple, cast
 from weakref import WeakSet
 
 import structlog
@@ -189,33 +189,16 @@ def _only_starter(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-class Deadlines(Protocol):
-    """How slow a peer may be, in seconds; a config holds them under these names."""
+class Deadlines(NamedTuple):
+    """How slow a peer may be, in seconds: those of a reader of pages, where a config has no others."""
 
-    @property
-    def header_seconds(self) -> float:
-        """Time for the head of a request, from its first byte."""
-
-    @property
-    def body_seconds(self) -> float:
-        """Time for the body of a request."""
-
-    @property
-    def stall_seconds(self) -> float:
-        """Time without an answer being read."""
-
-    @property
-    def idle_seconds(self) -> float:
-        """Time that a connection may idle; aiohttp itself enforces it."""
+    header_seconds: float = 10.0  # for the head of a request, from its first byte
+    body_seconds: float = 30.0  # for the body of a request
+    stall_seconds: float = 30.0  # without an answer being read
+    idle_seconds: float = 75.0  # between two requests; aiohttp itself enforces it
 
 
-class PageDeadlines(NamedTuple):
-    """How slow a reader of pages may be, in seconds."""
-
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    stall_seconds: float = 30.0
-    idle_seconds: float = 75.0
+_OF_PAGES: Final = Deadlines()
 
 
 class TimedConnection(RequestHandler):
@@ -343,7 +326,6 @@ class TimedConnection(RequestHandler):
         return self._last_answer(INTERNAL_ERROR)
 
     def _last_answer(self, problem: Problem) -> web.StreamResponse:
-        """Return the answer that says `problem`, and closes."""
         return problem_response(problem, close=True)
 
     def abort(self) -> None:
@@ -353,7 +335,6 @@ class TimedConnection(RequestHandler):
 
 
 def _why_refused(error: BaseException | None) -> str:
-    """Return in our words why the parser refused a request."""
     said = error.message if isinstance(error, BadHttpMessage) else ""
     heads = (text for beginning, text in _WRONG_HEADS.items() if said.startswith(beginning))
     kinds = (text for kind, text in _REFUSED.items() if isinstance(error, kind))
@@ -477,8 +458,8 @@ async def running(
     shutdown_seconds: float,
     *,
     most: int,
-    deadlines: Deadlines,
     on_drop: Callable[[str], None],
+    deadlines: Deadlines = _OF_PAGES,
     **options: Any,
 ) -> AsyncIterator[web.ServerRunner]:
     """Run an application on a server of `most` connections, which drops those of peers that are too slow.

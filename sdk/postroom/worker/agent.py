@@ -68,8 +68,9 @@ class RunningAgent:
         """Return nothing: all that can be wrong keeps it from handling messages, and is a reason."""
         return []
 
-    async def status(self) -> None:
+    async def status(self) -> str | None:
         """Return None: an agent does not know its backlog."""
+        return None
 
     def announce(self, page: str | None) -> None:
         """Log that it begins."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Final, Protocol
+from typing import Final, TypeAlias
 
 import structlog
 from aiohttp import web
@@ -20,18 +20,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.agent import agent_name
 from postroom.chassis import logs, runtime, tracing
-from postroom.chassis.listener import PageDeadlines, listening, running
+from postroom.chassis.listener import listening, running
 from postroom.chassis.postgres import Pool, letting_go
 from postroom.chassis.routes import bare_application, exposition, json_response
 from postroom.chassis.runtime import Reporter, keep_reporting, lines
 from postroom.delivery.agents import load_agent
 from postroom.delivery.nats import usable
 from postroom.delivery.programs import PostgresReports
-from postroom.worker.agent import open_agent
+from postroom.worker.agent import RunningAgent, open_agent
 from postroom.worker.config import WorkerConfig, check_distinct
-from postroom.worker.consumer import open_consumer
+from postroom.worker.consumer import HttpConsumer, open_consumer
 from postroom.worker.metrics import labelled, merged
-from postroom.worker.publication import open_publication, open_source
+from postroom.worker.publication import Publication, open_publication, open_source
 
 _log = structlog.get_logger(__name__)
 
@@ -43,48 +43,7 @@ _PAGE_SECONDS: Final = 1.0  # for answers at work
 _LEAVE_SECONDS: Final = 10.0  # after `stop_seconds`: to close connections, which takes 5 at most, and stores
 
 
-class Part(Protocol):
-    """A part of a worker."""
-
-    @property
-    def name(self) -> str:
-        """Its name among the parts of a process."""
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """The labels that distinguish its metrics from those of other parts."""
-
-    @property
-    def pool(self) -> Pool | None:
-        """Its database, where it has one."""
-
-    @property
-    def flows(self) -> Collection[str]:
-        """The flows that it runs."""
-
-    def totals(self) -> Mapping[str, int]:
-        """Return the counts of a report: what it has done since it started."""
-
-    def reasons(self) -> list[str]:
-        """Return what keeps it from working now."""
-
-    def concerns(self) -> list[str]:
-        """Return what an operator should look at although it works."""
-
-    async def metrics(self) -> list[Metric]:
-        """Return its metrics."""
-
-    async def status(self) -> str | None:
-        """Return how far it is, for the service manager."""
-
-    def announce(self, page: str | None) -> None:
-        """Log that it begins."""
-
-    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return what runs until the stop, by name."""
-
-    async def finish(self) -> None:
-        """Take no more work, and wait for what is in hand."""
+Part: TypeAlias = Publication | HttpConsumer | RunningAgent
 
 
 def run(config: WorkerConfig) -> None:
@@ -185,15 +144,12 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
     app.router.add_get("/health", health)
     app.router.add_get("/ready", health)
     app.router.add_get("/metrics", scrape)
+
     # the descriptors of the process are for its work
-    served = running(
-        app,
-        _PAGE_SECONDS,
-        most=_PAGE_CONNECTIONS,
-        deadlines=PageDeadlines(),
-        on_drop=lambda reason: _log.debug("connection_dropped", reason=reason),
-    )
-    async with served as runner:
+    def on_drop(reason: str) -> None:
+        _log.debug("connection_dropped", reason=reason)
+
+    async with running(app, _PAGE_SECONDS, most=_PAGE_CONNECTIONS, on_drop=on_drop) as runner:
         yield await listening(runner, host, port)
 
 

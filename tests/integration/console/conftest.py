@@ -143,7 +143,7 @@ async def office(operated: str, console_database: str, settings: dict[str, Any])
     config = ConsoleConfig(**{"broker_url": operated, **settings})
     async with AsyncExitStack() as stack:
         sessions = await stack.enter_async_context(Sessions(config))
-        runner = web.AppRunner(build(config, sessions), access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(build(sessions), access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         url = await listening(runner, "127.0.0.1", 0)
