@@ -98,7 +98,6 @@ def _token(file: Path | None) -> Iterator[Finding]:
 
 
 async def _programs(socket: Path | None, url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
-    """Ask the daemon and the broker how they are."""
     try:
         async with AsyncClient(socket, patience=0, timeout=5) as daemon:
             theirs, health = await daemon.version(), await daemon.health()

@@ -190,7 +190,6 @@ class RestoreDrill:
         self._run(["postroom", *words], module_command("cli", *words))
 
     def _postgres(self, program: str, *words: str) -> None:
-        """Run a program of Postgres."""
         self._run([program, *words], [str(postgres_home() / "bin" / program), *words])
 
     def _run(self, typed: Sequence[str], command: Sequence[str]) -> None:

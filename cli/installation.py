@@ -215,7 +215,6 @@ async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = Fal
 
 
 async def _rows(stack: Stack) -> dict[str, Any]:
-    """Ask the daemon for its rows by status."""
     async with stack.daemon.client() as client:
         health = await client.health()
     backlog = {status: health.rows.get(status, 0) for status in ("pending", "inflight", "dead")}
@@ -233,12 +232,10 @@ async def _health(stack: Stack) -> dict[str, Any]:
 
 
 async def _unpublished(stack: Stack) -> dict[str, Any]:
-    """Ask the worker for what waits to be published."""
     return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
 
 
 async def _jobs(stack: Stack) -> dict[str, Any]:
-    """Ask the broker for the jobs that an operator looks after."""
     async with stack.broker.client() as client:
         counts = await client.counts(JOBS)
     return {
@@ -251,7 +248,6 @@ async def _jobs(stack: Stack) -> dict[str, Any]:
 
 
 async def _dead_letters(stack: Stack) -> dict[str, Any]:
-    """Ask the broker how many dead letters each mesh has."""
     async with stack.broker.client() as client:
         counts = await client.counts(DEAD_LETTERS)
     row = {"backlog": {f"dead in {stream}": count for stream, count in counts.letters.items()}}
@@ -357,7 +353,6 @@ async def _look_at_broker(place: Place, sight: Sight, *, hour: bool) -> None:
 
 
 def _of_workers(programs: list[wire.Program], waiting: int) -> Iterator[wire.Trouble]:
-    """Yield a trouble if no worker reports, which would publish the messages that wait for it."""
-    if not any(one.kind == "worker" for one in programs):
+    if not any(one.kind == "worker" for one in programs):  # which would publish the messages that wait
         lack = f"no worker reports, and {counted(waiting, 'message')} to be published"
         yield wire.Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")

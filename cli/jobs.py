@@ -26,7 +26,6 @@ from postroom.errors import TryAgain, Unavailable
 
 
 def _uuid(text: str) -> UUID:
-    """Read a UUID, as Typer asks a parser to."""
     try:
         return UUID(text)
     except ValueError:

@@ -130,7 +130,6 @@ def show_story(story: Story, fresh: list[str], *, broker_asked: bool = True) -> 
 
 
 def _said(step: Step) -> Iterator[str]:
-    """Yield what else there is to say about a step."""
     if step.at is not None:
         yield f"{step.at:%Y-%m-%d %H:%M:%S}.{step.at.microsecond // 1000:03d}Z"
     if step.place is not None:

@@ -127,7 +127,6 @@ class Demo:
         self._drain()
 
     def _handle_everything(self, events: int) -> None:
-        """Wait until the handler has handled every event that was accepted."""
         self.stage.act("Meanwhile a consumer posted every accepted event to a handler")
         with self.stage.progress("handled", events) as show:
 
@@ -141,7 +140,6 @@ class Demo:
         self.stage.say(f"{len(self.receiver.effects):,} events handled; {again}", "green")
 
     def _ask_the_agent(self) -> None:
-        """Send commands to an agent, and see its answers at the handler."""
         self.stage.act(f"Send {COMMANDS} commands to an agent, which answers each with an event")
         with self.client() as client:
             for number in range(COMMANDS):
@@ -152,7 +150,6 @@ class Demo:
         self.stage.say(f"{COMMANDS} answers reached the handler as {MESH}.event.{ANSWER}.v1", "green")
 
     def _bury_and_replay(self) -> None:
-        """Send a message that the handler refuses; see its dead letter, repair the handler, replay it."""
         self.stage.act("Send one that the handler cannot read, fix the handler, and replay it")
         with self.client() as client:
             self.reported.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
@@ -230,7 +227,6 @@ class Demo:
         return repeated
 
     def _drain(self) -> None:
-        """Wait until the broker has everything."""
         with self.client() as client, self.stage.progress("arriving", len(self._events)) as show:
 
             def arrived() -> bool:

@@ -36,10 +36,10 @@ def main() -> int:
     try:
         options.do(options)
     except Fatal as fatal:
-        return fatal.report(options.name)
+        return fatal.report(options.program)
     except ModuleNotFoundError as error:  # what a user's module lacks is a `Fatal` by now
         sentence = f"{error.name} is not installed: install it with `pip install 'postroom[worker]'`"
-        return Fatal(Exit.UNAVAILABLE, sentence).report(options.name)
+        return Fatal(Exit.UNAVAILABLE, sentence).report(options.program)
     except KeyboardInterrupt:  # before it listened for the signal
         return _INTERRUPTED
     return Exit.OK
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def verb(name: str, do: Callable[[Any], None], *, says: str, help_text: str) -> argparse.ArgumentParser:
         added = verbs.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
-        added.set_defaults(do=do, name=says)
+        added.set_defaults(do=do, program=says)
         return added
 
     run = verb("run", _run, says="postroom worker", help_text="Publish, and run the jobs of flows.")
@@ -61,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     consumer = verb("consumer", _consume, says="postroom consumer", help_text="Post messages to an HTTP handler.")
     consumer.add_argument("--config", type=Path, help="a TOML file; POSTROOM_CONSUMER_… override it")
     consumer.add_argument("--context", help="without a file: the mesh whose events")
-    consumer.add_argument("--name", dest="durable", help="without a file: the consumer")
+    consumer.add_argument("--name", help="without a file: the consumer")
     consumer.add_argument("--handler", help="without a file: where messages are posted to")
     consumer.add_argument("--stream", help="without a file: the stream")
-    consumer.add_argument("--subject", action="append", default=[], help="without a file: only these subjects")
+    consumer.add_argument("--subject", dest="subjects", action="append", help="without a file: only these subjects")
     consumer.add_argument("--secret-file", type=Path, help="without a file: the secret that signs requests")
 
     agent = verb("agent", _handle, says="postroom agent", help_text="Handle messages with an agent's class.")
@@ -94,23 +94,16 @@ def _consume(options: argparse.Namespace) -> None:
     from postroom.worker.config import CONSUMER_PREFIX, direct_config, load_consumer_config, worker_of  # noqa: PLC0415
     from postroom.worker.process import run  # noqa: PLC0415
 
-    direct = [options.context, options.durable, options.handler, options.stream, options.subject, options.secret_file]
+    names = ("context", "name", "handler", "stream", "subjects", "secret_file")
+    direct = {name: value for name in names if (value := getattr(options, name))}
     has_variables = any(variable.startswith(CONSUMER_PREFIX) for variable in os.environ)
-    if not any(direct) and (options.config is not None or has_variables):
+    if not direct and (options.config is not None or has_variables):
         return run(worker_of(load_consumer_config(options.config)))
     if options.config is not None:
         raise Fatal(Exit.USAGE, "use --config alone: the file has all settings")
-    if not all(direct[:3]):
+    if not {"context", "name", "handler"} <= direct.keys():
         raise Fatal(Exit.USAGE, "give --context, --name and --handler, or --config")
-    config = direct_config(
-        context=options.context,
-        name=options.durable,
-        handler=options.handler,
-        stream=options.stream,
-        subjects=options.subject,
-        secret_file=options.secret_file,
-    )
-    return run(worker_of(config))
+    return run(worker_of(direct_config(**direct)))
 
 
 def _handle(options: argparse.Namespace) -> None:
