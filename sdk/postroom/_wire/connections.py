@@ -373,7 +373,7 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
-        context = (tls or _commonly_trusting(os.environ.get("SSL_CERT_FILE"))) if site.tls else None
+        context = (tls or default_tls()) if site.tls else None
         connection.plain = not site.tls
         try:
             await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
@@ -385,15 +385,16 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
     return dial
 
 
-@cache
 def default_tls() -> ssl.SSLContext:
-    """Return a context that trusts the system's certificate authorities."""
-    return ssl.create_default_context()
+    """Return a context that trusts the usual authorities: the system's, or those of `SSL_CERT_FILE`.
+
+    Raises `OSError` where that names an unusable file, which OpenSSL ignores.
+    """
+    return _trusting(os.environ.get("SSL_CERT_FILE"))
 
 
 @cache
-def _commonly_trusting(file: str | None) -> ssl.SSLContext:
-    """Return such a context; raises `OSError` where `SSL_CERT_FILE` names an unusable file, which OpenSSL ignores."""
+def _trusting(file: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if file:
         try:

@@ -175,6 +175,12 @@ async def test_a_handler_is_trusted_only_with_a_certificate_of_the_configured_au
     )
 
 
+async def test_a_file_of_the_usual_authorities_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere")
+    answer = await _speak("https://127.0.0.1:1/")
+    assert answer.detail.endswith(": SSL_CERT_FILE=/nowhere is not a file of certificates in PEM: correct it")
+
+
 async def test_why_no_safe_connection_could_be_opened_is_said_in_words() -> None:
     async def close(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from aiohappyeyeballs import start_connection
 
-from postroom._wire.connections import Connection, Dial
+from postroom._wire.connections import Connection, Dial, default_tls
 from postroom._wire.http import Site
 from postroom.errors import InvalidMessage, TryAgain
 
@@ -106,15 +106,19 @@ class Guard:
 
 
 def dial_to(site: Site, tls: ssl.SSLContext | None, guard: Guard | None) -> Dial:
-    """Return what connects to the first address of `site` that answers, of those that `guard` lets through."""
+    """Return what connects to the first address of `site` that answers, of those that `guard` lets through.
+
+    `tls` is for an https:// one, else the usual authorities.
+    """
     addresses, open_socket = (resolve, None) if guard is None else (guard.resolve, guard.open_socket)
 
     async def dial(connection: Connection) -> None:
+        context = (tls or default_tls()) if site.tls else None
         infos = await addresses(site.host, site.port)
         sock = await start_connection(infos, happy_eyeballs_delay=_NEXT_SECONDS, socket_factory=open_socket)
         try:
             await asyncio.get_running_loop().create_connection(
-                lambda: connection, sock=sock, ssl=tls, server_hostname=site.host if tls else None
+                lambda: connection, sock=sock, ssl=context, server_hostname=site.host if site.tls else None
             )
         except BaseException:
             sock.close()

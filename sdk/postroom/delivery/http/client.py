@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from postroom._wire.connections import Pool, default_tls
+from postroom._wire.connections import Pool
 from postroom._wire.http import Garbled, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import error_text, read_retry_after
 from postroom.chassis.config import read_secret, trusting
@@ -94,8 +94,7 @@ class HandlerClient:
             if len(self._secret) < MIN_SECRET_BYTES:
                 raise Fatal(Exit.CONFIG, f"handler.secret_file {file} has fewer than {MIN_SECRET_BYTES} bytes")
         self._guard = guard
-        tls = trusting(settings.ca_file, "handler.ca_file")
-        dial = dial_to(site, (tls or default_tls()) if site.tls else None, guard)
+        dial = dial_to(site, trusting(settings.ca_file, "handler.ca_file"), guard)
         self._pool = Pool(dial, idle_seconds=_IDLE_SECONDS)
         self._head = f"POST {target} HTTP/1.1\r\n{site.lines('postroom-consumer')}"
         # The time until a request is sent, with the look-up of the name.
