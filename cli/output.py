@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 import msgspec
 
@@ -24,15 +24,11 @@ from postroom._wire.trees import Branch, Thing, grow
 from postroom._wire.words import when
 from postroom.chassis.exits import Exit, Fatal, Finding
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
 T = TypeVar("T")
 B = TypeVar("B", bound=Thing)
 
 _BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what grows out of it
 _LAST: Final = ("└─ ", "   ")
-_WIDE: Final = 10_000  # columns of a table that is not for a screen
 _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
@@ -40,16 +36,15 @@ _WORDS: Final = re.compile(r"#.*|(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")  # of a shel
 whole_words: Final = partial(textwrap.TextWrapper, break_on_hyphens=False, break_long_words=False)  # which folds text
 _DUMB: Final = {"dumb", "unknown"}  # as Rich has it too
 _ERASE: Final = "\r\033[K"
-_STYLES: Final = {
-    "done": "green",
-    "dead": "bold red",
-    "aborted": "dim",
-    "inflight": "cyan",
-    "pending": "yellow",
-    "ok": "green",
-    "failed": "bold red",
-    "FAILED": "bold red",
-    "paused": "yellow",
+_COLOURS: Final = {  # of a line, by what it says, and of a cell, by its first word
+    **dict.fromkeys(("down", "dead", "failed", "FAILED"), "1;31"),
+    "wrong": "31",
+    **dict.fromkeys(("look", "waiting", "pending", "paused"), "33"),
+    **dict.fromkeys(("well", "ok", "done"), "32"),
+    **dict.fromkeys(("help", "running", "inflight"), "36"),
+    "head": "1",
+    "aborted": "2",
+    "ended": "90",
 }
 
 
@@ -63,6 +58,11 @@ def coloured() -> bool:
     return can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
 
 
+def styled(text: str, style: str | None) -> str:
+    """Return a text in its style, if it has one and standard output has colours."""
+    return f"\033[{_COLOURS[style]}m{text}\033[0m" if text and style in _COLOURS and coloured() else text
+
+
 def line_width() -> int:
     """Return how many columns a line may have: those of the terminal, or any number of them."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
@@ -73,9 +73,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def folded(text: str, width: int, first: str = "", below: str = "") -> list[str]:
+def folded(text: str, width: int, first: str = "", below: str = "", style: str | None = None) -> list[str]:
     """Fold a text to lines within the width; no word of it is broken, and nothing in it steers the terminal."""
-    return whole_words(width, initial_indent=first, subsequent_indent=below).wrap(printable(text.replace("\n", " ")))
+    words = whole_words(width, initial_indent=first, subsequent_indent=below)
+    return [styled(line, style) for line in words.wrap(printable(text.replace("\n", " ")))]
 
 
 class Progress:
@@ -149,67 +150,58 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table; a cell is text, a number, a time, or None for nothing.
+    """Write a table; a cell is text, a number, a time, or None for nothing."""
+    sys.stdout.writelines(f"{drawn}\n" for drawn in draw_table(columns, rows, line_width()))
 
-    On a terminal no word of a cell is ever cut: long sentences fold within their column, and where the columns do not
-    fit all the same, the last ones are below the others, each after its name.
+
+def draw_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], width: int) -> Iterator[str]:
+    """Yield the lines of a table within a width, where no word of a cell is ever cut.
+
+    Long sentences fold within their column, and where the columns do not fit all the same, the last ones are below the
+    others, each after its name.
     """
     from rich.cells import cell_len  # noqa: PLC0415
 
-    if not sys.stdout.isatty():  # Rich would take minutes for the rows of a large outbox
-        texts = [columns, *(list(map(_text, row)) for row in rows)]
-        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
-        for row in texts:
-            padded = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
-            sys.stdout.write("  ".join(padded).rstrip() + "\n")
+    texts = [[*columns], *(list(map(_text, row)) for row in rows)]
+    lengths = [list(map(cell_len, row)) for row in texts]
+    sizes = list(map(max, zip(*lengths, strict=True)))
+    if _room(sizes, width) >= 0 and not coloured():  # as in a pipe: of a large outbox there are many rows
+        for row, each in zip(texts, lengths, strict=True):
+            cells = zip(row, each, sizes, strict=True)
+            yield "  ".join(text + " " * (size - length) for text, length, size in cells).rstrip()
         return
-    from rich.table import Column, Table  # noqa: PLC0415
-
-    cells = [[_cell(value) for value in row] for row in rows]
-    wide, least = [], []
-    for name, *column in zip(columns, *cells, strict=True):
-        plain = [name, *(cell.plain for cell in column)]
-        wide.append(max(map(cell_len, plain)))
-        words = max(cell_len(word) for text in plain for word in text.split(" "))
-        least.append(min(wide[-1], max(words, _SENTENCE)))
-    width = shutil.get_terminal_size().columns
-    room = width - 2 * (len(columns) - 1)
-    if sum(least) > room:
-        _write(_stacked(columns, cells, wide, width))
-        return
-    spare, sized = room - sum(least), []
-    for most, width in zip(wide, least, strict=True):
-        sized.append(width + min(most - width, spare))
-        spare -= sized[-1] - width
-    heads = [Column(name, width=width, overflow="fold") for name, width in zip(columns, sized, strict=True)]
-    grid = Table(*heads, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for styled in cells:
-        grid.add_row(*styled)
-    _write(grid)
-
-
-def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequence[int], width: int) -> Text:
-    """Draw as many columns as fit side by side, and the others below, as words that fold."""
-    from rich.text import Text  # noqa: PLC0415
-
-    side = 1
-    while sum(wide[: side + 1]) + 2 * side <= width:
-        side += 1
-    drawn = []
-    for number, row in enumerate([[Text(name, "bold") for name in columns], *cells]):
-        if row[0].cell_len > width:
-            drawn += [
-                Text(part, row[0].style) for part in whole_words(width, subsequent_indent="  ").wrap(row[0].plain)
-            ]
-        else:
-            line = Text("")
-            for cell, most in zip(row[:side], wide, strict=False):
-                line.append_text(cell).append(" " * (most - cell.cell_len + 2))
-            drawn.append(line)
-        below = [f"{name} {cell.plain}" for name, cell in zip(columns[side:], row[side:], strict=True) if cell.plain]
+    words = (max(cell_len(word) for text in column for word in text.split(" ")) for column in zip(*texts, strict=True))
+    sizes = _fit(sizes, [max(word, _SENTENCE) for word in words], width)
+    side = len(sizes)
+    for number, row in enumerate(texts):
+        folds = [
+            [text] if length <= size else whole_words(size).wrap(text)
+            for text, length, size in zip(row, lengths[number], sizes, strict=False)
+        ]
+        styles = ["head" if number == 0 else text.split(" ")[0] for text in row]
+        for parts in zip_longest(*folds, fillvalue=""):
+            drawn = zip(parts, styles, sizes, strict=False)
+            yield "  ".join(styled(part, style) + " " * (size - cell_len(part)) for part, style, size in drawn).rstrip()
         if number:
-            drawn += [Text(part) for part in folded("  ".join(below), width, "  ", "    ")]
-    return Text("\n").join(drawn)
+            below = [f"{name} {text}" for name, text in zip(columns[side:], row[side:], strict=True) if text]
+            yield from folded("  ".join(below), width, "  ", "    ")
+
+
+def _room(sizes: Sequence[int], width: int) -> int:
+    """Return how much columns of these sizes leave of a width, with two spaces between them."""
+    return width - sum(sizes) - 2 * (len(sizes) - 1)
+
+
+def _fit(sizes: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+    """Return the sizes of the columns that are side by side: folded down to the `least`, or fewer of them."""
+    fitted = list(map(min, sizes, least))
+    if (spare := _room(fitted, width)) < 0:
+        side = next(count for count in range(len(sizes), 0, -1) if count == 1 or _room(sizes[:count], width) >= 0)
+        return [min(sizes[0], max(width, 1)), *sizes[1:side]]
+    for number, size in enumerate(sizes):
+        more = min(size - fitted[number], spare)
+        fitted[number], spare = fitted[number] + more, spare - more
+    return fitted
 
 
 def listing(
@@ -249,17 +241,12 @@ def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def fields(pairs: Iterable[tuple[str, Any]]) -> None:
     """Write names and values under one another, leaving out what is not set; on a terminal values fold."""
-    from rich.text import Text  # noqa: PLC0415
-
-    cells = [(_text(name), _cell(value)) for name, value in pairs if value is not None]
+    cells = [(_text(name), _text(value)) for name, value in pairs if value is not None]
     left = max((len(name) for name, _ in cells), default=0) + 2
     words = whole_words(max(line_width() - left, _SENTENCE))
-    drawn = [
-        Text(begin.ljust(left)).append(part, cell.style)
-        for name, cell in cells
-        for begin, part in zip_longest((name,), words.wrap(cell.plain) or ("",), fillvalue="")
-    ]
-    _write(Text("\n").join(drawn))
+    for name, text in cells:
+        for begin, part in zip_longest((name,), words.wrap(text) or ("",), fillvalue=""):
+            sys.stdout.write(f"{begin:<{left}}{styled(part, text.split(' ')[0])}".rstrip() + "\n")
 
 
 def tree(root: str, branches: Iterable[str]) -> None:
@@ -333,27 +320,9 @@ def reason_or_ask(reason: str | None, *, dry_run: bool = False) -> str:
     return reason
 
 
-def _cell(value: Any) -> Text:
-    from rich.text import Text  # noqa: PLC0415
-
-    text = _text(value)
-    return Text(text, style=_STYLES.get(text.split(" ")[0], ""))
-
-
 def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
         value = when(value)
     return printable(str(value)).replace("\n", " ")
-
-
-def _write(renderable: Any) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
-    width, height = shutil.get_terminal_size()  # Rich takes COLUMNS=0 at its word, and writes nothing
-    console = Console(width=width, height=height) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
-    with console.capture() as capture:
-        console.print(renderable, no_wrap=True, overflow="ignore", crop=False)
-    for rendered in capture.get().splitlines():
-        sys.stdout.write(rendered.rstrip() + "\n")

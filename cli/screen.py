@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from cli.installation import Place, Sight, look
-from cli.output import coloured, fold_command, folded, json_line, line_width, note, printable, whole_words
+from cli.output import draw_table, fold_command, folded, json_line, line_width, note, styled
 from postroom._wire.programs import Program, hour_in_words
 from postroom._wire.unpublished import Durable
 from postroom._wire.words import ago, counted
 
-_COLOURS: Final = {"down": "1;31", "wrong": "31", "look": "33", "well": "32", "head": "1", "help": "36"}
 _ROWS: Final = 10  # of a table on a terminal
 _BARS: Final = " ▁▂▃▄▅▆▇█"
 _PROCESSES: Final = ("PROCESS", "STATE", "PID", "BACKLOG", "ADDRESS")
@@ -42,12 +41,11 @@ def show_status(place: Place, *, as_json: bool, hour: bool = False) -> None:
 
 
 class Screen:
-    """How wide the lines are, how many rows a table has, and whether there are colours."""
+    """How wide the lines are, and how many rows a table has."""
 
     def __init__(self, rows: int = _ROWS) -> None:
         self._width = line_width()
         self._rows = rows if sys.stdout.isatty() else sys.maxsize
-        self._colours = coloured()
 
     def installation(self, sight: Sight) -> Iterator[str]:
         """Yield the lines of all that was seen."""
@@ -67,11 +65,11 @@ class Screen:
     def troubles(self, sight: Sight) -> Iterator[str]:
         """Yield what is wrong, and what there is."""
         if not sight.troubles:
-            yield self._styled("all is well", "well")
+            yield styled("all is well", "well")
         for trouble in sight.troubles[: self._rows]:
             yield from self.fold(f"{trouble.thing}: {trouble.what}", "", "  ", trouble.level)
             for line in fold_command(trouble.help, self._width, "    "):
-                yield self._styled(line, "help")
+                yield styled(line, "help")
         yield from self._more(len(sight.troubles))
         kinds = Counter(one.kind for one in sight.programs) + Counter(consumer=len(sight.consumers))
         if kinds:
@@ -91,7 +89,7 @@ class Screen:
         """Yield what happened in the last hour, a column for each minute; below it what is wrong."""
         minutes, pasts = sight.minutes, [one.past for one in sight.consumers if one.past]
         if minutes:
-            yield self._styled(f"{minutes[0].at:%H:%MZ} to {minutes[-1].at:%H:%MZ}, a column for each minute", "head")
+            yield styled(f"{minutes[0].at:%H:%MZ} to {minutes[-1].at:%H:%MZ}, a column for each minute", "head")
             said = hour_in_words(minutes)
             for name in ("accepted", "handled", "dead_lettered"):
                 caption = f"{name.replace('_', '-')}: {said[name]}"
@@ -111,38 +109,22 @@ class Screen:
         yield caption
         if most := max(heights):
             steps = [math.ceil(height / most * (len(_BARS) - 1)) for height in heights]
-            yield self._styled("".join(_BARS[step] for step in steps).rstrip(), "help")
+            yield styled("".join(_BARS[step] for step in steps).rstrip(), "help")
 
     def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-        """Yield a table whose last column folds; no word of a cell is ever cut."""
-        texts = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows[: self._rows]]
-        filled = [number for number in range(len(columns)) if any(row[number] for row in texts)]
-        if not filled:
-            return
-        texts = [[row[number] for number in filled] for row in [list(columns), *texts]]
-        widths = [max(map(len, column)) for column in list(zip(*texts, strict=True))[:-1]]
-        left = sum(widths) + 2 * len(widths)
-        for number, row in enumerate(texts):
-            begin = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-            indent, folded = " " * left, whole_words(max(self._width - left, 20)).wrap(row[-1]) or [""]
-            if left + max(map(len, folded)) > self._width:  # a long word, such as an address, stands whole below
-                indent, folded = "  ", ["", *whole_words(max(self._width - 2, 1)).wrap(row[-1])]
-            for place, part in enumerate(folded):
-                line = ((begin if place == 0 else indent) + part).rstrip()
-                yield self._styled(line, "head") if number == 0 else line
+        filled = [number for number in range(len(columns)) if any(row[number] not in (None, "") for row in rows)]
+        cells = ([row[number] for number in filled] for row in rows[: self._rows])
+        if filled:
+            yield from draw_table([columns[number] for number in filled], cells, self._width)
         yield from self._more(len(rows))
 
     def _more(self, count: int) -> Iterator[str]:
         if count > self._rows:
             yield f"… and {count - self._rows} more (--json shows all)"
 
-    def fold(self, text: str, first: str = "", below: str = "  ", style: str | None = None) -> Iterator[str]:
-        """Yield a text within the width, in a style."""
-        for one in folded(text, self._width, first, below):
-            yield self._styled(one, style)
-
-    def _styled(self, text: str, style: str | None) -> str:
-        return f"\033[{_COLOURS[style]}m{text}\033[0m" if self._colours and style is not None else text
+    def fold(self, text: str, first: str = "", below: str = "  ", style: str | None = None) -> list[str]:
+        """Fold a text to the width, in a style."""
+        return folded(text, self._width, first, below, style)
 
 
 def _process(row: dict[str, Any]) -> list[Any]:

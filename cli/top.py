@@ -135,7 +135,7 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
         "h": lambda: screen.hour(sight),
     }
     head = screen.fold(f"{datetime.now(UTC):%H:%M:%SZ}  {summary(sight, rates)}")
-    foot = ["", next(screen.fold(_KEYS))][-height:]
+    foot = ["", screen.fold(_KEYS)[0]][-height:]
     frame, room = list[str](), height - len(foot)
     for text in (*head, "", *below[view]()):
         room -= max(1, math.ceil(len(_COLOUR.sub("", text)) / width))  # a word that is too long goes on in the next row

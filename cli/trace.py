@@ -13,7 +13,7 @@ import typer
 from cli import completion
 from cli.connect import NOT_ASKED, PATIENCE, RESTARTING, TIMEOUT
 from cli.noun import BrokerPlace, Json, Socket, noun
-from cli.output import coloured, draw, fold_command, folded, json_line, line_width, note
+from cli.output import draw, fold_command, folded, json_line, line_width, note, styled
 from postroom import AsyncClient, BrokerClient, Unavailable
 from postroom._wire.trace import Step, Story, follow_trace
 from postroom._wire.transport import find_socket
@@ -21,7 +21,6 @@ from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
 
-_COLOURS: Final = {"running": "cyan", "waiting": "yellow", "dead": "red", "ended": "bright_black"}
 _NAMED: Final = {
     "client_message_id": "as {}",
     "sender": "from {}",
@@ -109,22 +108,22 @@ def _ask(id_: str, place: BrokerPlace, socket: Path | None, patience: float) -> 
 def show_story(story: Story, fresh: list[str], *, broker_asked: bool = True) -> None:
     """Write where the story stops, then its tree; of what was shown before, only what is `fresh`."""
     width = line_width()
-    outcomes = {step.id: step.outcome for step in story.steps}
+    outcomes, lines = {step.id: step.outcome for step in story.steps}, list[str]()
     for wait in story.waits:
-        _write(f"waits: {wait.why}", "", "       ", width, _COLOURS.get(outcomes.get(wait.step, "")))
+        lines += folded(f"waits: {wait.why}", width, "", "       ", outcomes.get(wait.step))
         if wait.help is not None:
-            for line in fold_command(wait.help, width, "       "):
-                sys.stdout.write((line if not coloured() else typer.style(line, bold=True)) + "\n")
+            lines += [styled(line, "head") for line in fold_command(wait.help, width, "       ")]
     if not story.waits:
         limit = ", as far as could be asked" if story.unread or not broker_asked else ""
-        _write(f"nothing waits{limit}", "", "", width, None)
+        lines += folded(f"nothing waits{limit}", width)
     for lead, step, _ in draw(story.steps):
         if step.id not in fresh:
             continue
         below = lead.replace("├─ ", "│  ").replace("└─ ", "   ")
-        outcome = "" if step.outcome == "done" else f"  {step.outcome}"
-        _write(f"{step.what} {step.thing}{outcome}", lead, below + "  ", width, _COLOURS.get(step.outcome))
-        _write("  ".join(_said(step)), below + "  ", below + "  ", width, None)
+        style, outcome = (None, "") if step.outcome == "done" else (step.outcome, f"  {step.outcome}")
+        lines += folded(f"{step.what} {step.thing}{outcome}", width, lead, below + "  ", style)
+        lines += folded("  ".join(_said(step)), width, below + "  ", below + "  ")
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     if story.more:
         note("there is more than is shown: `postroom trace` of one of these ids shows what follows from it")
 
@@ -141,9 +140,3 @@ def _said(step: Step) -> Iterator[str]:
     yield from (words.format(step.ids[name]) for name, words in _NAMED.items() if step.ids.get(name))
     if step.reason is not None:
         yield step.reason
-
-
-def _write(text: str, first: str, below: str, width: int, style: str | None) -> None:
-    plain = style is None or not coloured()
-    for one in folded(text, width, first, below):
-        sys.stdout.write((one if plain else typer.style(one, fg=style, bold=style == "red")) + "\n")

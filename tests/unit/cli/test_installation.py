@@ -90,6 +90,7 @@ def test_what_up_started_has_a_log_of_its_own_on_this_host_alone(pid: int, host:
 @pytest.mark.parametrize("columns", ["0", "1", "2"])
 def test_a_screen_without_room_has_every_word_of_a_table(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     process = {"process": "nats", "state": "running", "pid": 7, "address": "nats://127.0.0.1:4222"}
     words = " ".join(Screen().installation(Sight(processes=[process]))).split()
