@@ -1,8 +1,6 @@
 """What the demo plays on: how it looks, its own handler, and a stack with a consumer that calls it and an agent."""
 
-import asyncio
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from rich.text import Text
 from cli.output import line
 from cli.stack import PageProgram, Stack
 from cli.stack.layout import MESH
+from postroom._wire.loop_thread import LoopThread
 from postroom.chassis.exits import Exit, Fatal
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
@@ -99,18 +98,18 @@ class Receiver:
         self.effects: dict[str, Effect] = {}  # by Idempotency-Key
         self.repeated = 0  # calls for a message that was handled before
         self._reads_poison = False
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="handler", daemon=True)
+        app = web.Application()
+        app.router.add_post("/handle", self._handle)
+        self._runner = web.AppRunner(app, access_log=None)
+        self._thread = LoopThread()
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait()
+        self._thread.run(self._serve)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.run(self._runner.cleanup)
+        self._thread.close()
 
     def repair(self) -> None:
         """Teach the handler to read what it could not."""
@@ -120,18 +119,10 @@ class Receiver:
         """Return what the messages of one type did."""
         return [effect for effect in list(self.effects.values()) if effect.event_type == event_type]
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        app = web.Application()
-        app.router.add_post("/handle", self._handle)
-        runner = web.AppRunner(app, access_log=None)
-        self._loop.run_until_complete(runner.setup())
-        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/handle"
-        self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        self._loop.close()
+    async def _serve(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/handle"
 
     async def _handle(self, request: web.Request) -> web.Response:
         key = request.headers["Idempotency-Key"]

@@ -229,15 +229,9 @@ class Backlog:
         return taken
 
     def _update(self) -> None:
-        _set(self._filled, wanted=bool(self._waiting) or self._closed)
-        _set(self._drained, wanted=len(self._waiting) < MAX_WAITING)
-
-
-def _set(event: asyncio.Event, *, wanted: bool) -> None:
-    if wanted:
-        event.set()
-    else:
-        event.clear()
+        has_filled, has_drained = bool(self._waiting) or self._closed, len(self._waiting) < MAX_WAITING
+        for event, wanted in ((self._filled, has_filled), (self._drained, has_drained)):
+            (event.set if wanted else event.clear)()
 
 
 async def feed(items: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
