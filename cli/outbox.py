@@ -48,9 +48,6 @@ from postroom.errors import Conflict, NotFound, PostroomError
 app = noun()
 
 Ids = Annotated[list[str] | None, several("Rows by row id or client_message_id", completion.rows)]
-Force = Annotated[
-    bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
-]
 
 STATUSES: Final[tuple[str, ...]] = get_args(RowStatus)
 BACKUP_SECONDS: Final = 630.0  # how long a copy may take, a little longer than the daemon allows itself
@@ -100,7 +97,9 @@ class Rows(NamedTuple):
 
     filters: Filters = Filters()
     change: Change = Change()
-    force: Force = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
+    ] = False
     socket: Socket = None
 
 

@@ -317,18 +317,18 @@ class Store:
         reader: Connection | None,
         answers: Answers,
         *,
-        transactor: Transactor,
-        queue: Queue,
-        group: int,
-        checkpoint_bytes: int,
+        transactor: Transactor | None = None,
+        queue: Queue | None = None,
+        group: int = _GROUP,
+        checkpoint_bytes: int = CHECKPOINT_BYTES,
     ) -> None:
         self._owned = file if isinstance(file, OwnedFile) else None
         self.path = file if isinstance(file, Path) else file.path
         self._connection = connection
         self._reader = reader
         self._answers = answers
-        self._transactor = transactor
-        self._waiting = queue
+        self._transactor = transactor or Transactor()
+        self._waiting = Queue() if queue is None else queue
         self._group = group
         self._checkpoint_bytes = checkpoint_bytes
         self._inode = self.path.stat().st_ino
@@ -355,17 +355,15 @@ class Store:
         prepare: Work[object],
         damaged: Callable[[Path, str], None],
         was_opened: bool = False,
-        transactor: Transactor | None = None,
-        queue: Queue | None = None,
-        group: int = _GROUP,
-        checkpoint_bytes: int = CHECKPOINT_BYTES,
+        **options: Any,
     ) -> Self:
         """Open, check and migrate the file, and call `prepare` in a transaction before everything else.
 
         `damaged` is called with what is wrong with a file: it raises, or moves that away for a new one. `was_opened`
-        says of a shared file that it has been open before; an owned one knows that by itself. An owned file
-        is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by hand, 69 for one that another
-        program has locked, 75 or 74 where the disk is full or fails, or what `prepare` and `damaged` raise.
+        says of a shared file that it has been open before; an owned one knows that by itself. `options` are the
+        constructor's. An owned file is unlocked where this raises: `Fatal`, 78 for a file that has to be repaired by
+        hand, 69 for one that another program has locked, 75 or 74 where the disk is full or fails, or what `prepare`
+        and `damaged` raise.
         """
         owned = file if isinstance(file, OwnedFile) else None
         path = file if isinstance(file, Path) else file.path
@@ -398,16 +396,7 @@ class Store:
                 advice = _ADVICE.get(code, "its owner, its mode and the disk")
                 raise Fatal(code, f"cannot open {path}: {reason}; check {advice}") from error
             undo.pop_all()
-        return cls(
-            file,
-            connection,
-            reader,
-            answers,
-            transactor=transactor or Transactor(),
-            queue=Queue() if queue is None else queue,
-            group=group,
-            checkpoint_bytes=checkpoint_bytes,
-        )
+        return cls(file, connection, reader, answers, **options)
 
     async def close(self) -> None:
         """Finish what is queued, empty the log and close the file; a second call does nothing."""
