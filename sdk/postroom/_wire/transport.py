@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from http import HTTPStatus
@@ -58,25 +58,21 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
         length = len(os.fsencode(socket))
         if length > MAX_SOCKET_PATH:
             detail = f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
-            raise _unavailable("socket_path_too_long", detail)
+            raise Unavailable.of("socket_path_too_long", detail)
         return socket
-    directories = list(socket_directories(environ))
+    directories = [SYSTEM_DIRECTORY]
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        directories.insert(0, Path(runtime) / "postroom")
     found = [file for directory in directories for file in _sockets(directory)]
     if len(found) == 1:
         return found[0]
     if found:
         choice = ", ".join(map(str, found))
-        raise _unavailable("socket_ambiguous", f"several daemons run here: set POSTROOM_SOCKET to one of {choice}")
+        detail = f"several daemons run here: set POSTROOM_SOCKET to one of {choice}"
+        raise Unavailable.of("socket_ambiguous", detail)
     places = " or ".join(map(str, directories))
     detail = f"there is no daemon's socket in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
-    raise _unavailable("daemon_absent", detail)
-
-
-def socket_directories(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Yield the directories where daemons put their sockets: the user's, then the system's."""
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        yield Path(runtime) / "postroom"
-    yield SYSTEM_DIRECTORY
+    raise Unavailable.of("daemon_absent", detail, retryable=True)
 
 
 def _sockets(directory: Path) -> list[Path]:
@@ -84,10 +80,6 @@ def _sockets(directory: Path) -> list[Path]:
         return sorted(file for file in directory.glob("*.sock") if file.is_socket())
     except OSError:
         return []  # a directory that cannot be read holds no socket for this user
-
-
-def _unavailable(code: str, detail: str) -> Unavailable:
-    return Unavailable.of(code, detail, retryable=code == "daemon_absent")
 
 
 class Peer(NamedTuple):
