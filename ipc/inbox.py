@@ -13,7 +13,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from inbox import MessageFilter, StoredMessage
 from ipc.connection import Request, json_answer
@@ -66,6 +66,8 @@ class InboxRoutes:
                 after = await inbox.start(", ".join(given) if given else None, _ms(query.since))
             response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
             await response.prepare(request)
+            if request.method == hdrs.METH_HEAD:
+                return response
             await response.write(b"retry: %d\nid: %d\n\n" % (_RETRY_MS, after))
             end = request.connection.until_end()
             while not end.done():

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from ipc.connection import BodyReader, Request, json_answer
 from ipc.services import Services
@@ -47,6 +47,8 @@ class OutboxRoutes:
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         page = await self._outbox.list_rows(_filter(query), None, MAX_PAGE)
         await response.prepare(request)
+        if request.method == hdrs.METH_HEAD:
+            return response
         await response.write(_encode_lines(page.rows))
         while page.next_cursor is not None:
             page = await self._outbox.list_rows(_filter(query), page.next_cursor, MAX_PAGE)

@@ -262,7 +262,7 @@ class Table:
                 segments = route.path.split("/")
                 self._variable[len(segments)].append((segments, route))
             else:
-                self.fixed[route.method, route.path] = route
+                self.fixed.update(((method, route.path), route) for method in route.methods)
 
     def find(self, method: str, path: str) -> Found:
         """Return the route; raises `NotFound`, or a 405 where the path takes other methods."""
@@ -274,10 +274,10 @@ class Table:
             if (params := _match(segments, parts)) is not None:
                 candidates.append(Found(route, params))
         for found in candidates:
-            if found.route.method == method:
+            if method in found.route.methods:
                 return found
         if candidates:
-            raise MethodNotAllowed(found.route.method for found in candidates)
+            raise MethodNotAllowed(method for found in candidates for method in found.route.methods)
         raise NotFound.of("no_such_route", "there is no such route: read GET /v1/openapi.json, which lists them all")
 
 

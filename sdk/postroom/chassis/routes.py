@@ -78,16 +78,18 @@ class Route:
     answer_media: str = JSON
     problems: Sequence[int] = (400,)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that the route answers: a HEAD like a GET, without the body."""
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
+
 
 def application(routes: Iterable[Route], authorize: Authorize, **options: Any) -> web.Application:
-    """Build the aiohttp application: each route behind its access check, every error a problem.
-
-    A HEAD is answered like a GET; aiohttp leaves out the body.
-    """
+    """Build the aiohttp application: each route behind its access check, every error a problem."""
     app = bare_application(**options)
     for route in routes:
         path = route.path.replace("}", ":[^/]+}")  # aiohttp's own pattern finds no name that has braces
-        for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+        for method in route.methods:  # of the answer to a HEAD, aiohttp leaves out the body
             app.router.add_route(method, path, _guarded(route, authorize), expect_handler=_go_on)
     return app
 

@@ -82,6 +82,7 @@ def test_a_port_has_the_metrics_without_a_token_and_nothing_else(daemon: Any) ->
     status, said = scrape(address, "GET", "/metrics")
     families = {family.name for family in text_string_to_metric_families(said.decode())}
     assert (status, families >= NEEDED) == (200, True)
+    assert scrape(address, "HEAD", "/metrics") == (200, b"")
     message = '{"to": "topic:orders"}'
     for method, path, body, refused in (
         ("POST", "/metrics", None, 405),

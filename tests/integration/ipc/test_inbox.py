@@ -120,6 +120,14 @@ async def test_a_stream_goes_on_after_the_last_event_id_over_another_time(room: 
     stream.close()
 
 
+async def test_a_head_of_a_stream_ends_with_its_head(room: Any, inbox: Inbox) -> None:
+    await inbox.file([message(1)])
+    answer = await room.raw(b"HEAD /v1/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b"Content-Type: text/event-stream" in answer
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"\r\n\r\n")
+
+
 @pytest.mark.parametrize("event_id", ["", "x", "-1", "1.0", "9" * 18, "9" * 30])
 async def test_an_event_id_that_no_stream_gave_is_refused(room: Any, event_id: str) -> None:
     stream = await Stream.open(room, f"Last-Event-ID: {event_id}", "Connection: close")

@@ -83,6 +83,17 @@ async def test_a_body_that_a_route_does_not_take_is_refused_before_it_is_called(
         assert (await room.request("GET", "/v1/version", nothing)).status == 200
 
 
+async def test_a_head_is_answered_as_a_get_without_its_body(room: Any, table: list[Route]) -> None:
+    assert (await room.send({"to": "topic:orders"}, idempotency_key="k")).status == 202
+    for route in (route for route in table if route.method == "GET"):
+        path = route.path.format(id="k", client_message_id="k")
+        got, head = await room.request("GET", path), await room.raw(encode("HEAD", path))
+        assert parse(head).status == got.status, path
+        assert parse(head).headers.get("content-type") == got.headers["content-type"], path
+        assert head.endswith(b"\r\n\r\n"), path
+        assert head.count(b"\r\n\r\n") == 1, path
+
+
 async def test_every_route_is_in_the_openapi_document_with_its_access(room: Any, table: list[Route]) -> None:
     reply = await room.request("GET", "/v1/openapi.json")
     document = reply.json
@@ -201,4 +212,7 @@ def test_another_method_is_refused_with_those_that_are_taken(table: list[Route])
     with pytest.raises(MethodNotAllowed) as refusal:
         Table(table).find("PUT", "/v1/topics/orders/subscription")
     assert refusal.value.allow == "DELETE, POST"
+    with pytest.raises(MethodNotAllowed) as refusal:
+        Table(table).find("PUT", "/v1/outbox/k")
+    assert refusal.value.allow == "GET, HEAD"
     assert refusal.value.problem.status == 405
