@@ -392,7 +392,7 @@ def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -
     check_choice("row", "outbox", ids, change, filtered=rows != RowFilter())
     if len(ids) == 1 and not change.dry_run:
         reason = reason_or_ask(change.reason)
-        if VERBS[verb].retires:
+        if verb == "abort":
             confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
         row = with_daemon(
             meant.socket, lambda client: client.act(verb, ids[0], reason=reason, force=meant.force, **successor)

@@ -136,6 +136,12 @@ def test_ids_that_do_not_exist_are_said_and_the_others_done(sent: Terminal) -> N
     assert done.code == 1
 
 
+def test_one_row_is_requeued_without_a_question(sent: Terminal) -> None:
+    for row, how in (("a", ("--auto",)), ("b", ("--new-client-id", "b2"))):
+        done = sent.run("outbox", "requeue", "--id", row, *how, *WHY)
+        assert (done.code, f"{row} requeued as " in done.out, status(sent, row)) == (0, True, "aborted")
+
+
 def test_a_question_is_asked_on_a_terminal(sent: Terminal) -> None:
     unasked = sent.run("outbox", "abort", "a", *WHY)
     assert (unasked.code, unasked.sentence()) == (2, "Abort a? Add --yes: there is no terminal to ask on")
