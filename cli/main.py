@@ -7,11 +7,12 @@ import gc
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
 from cli.message import parse_send, send_one
-from cli.output import printable
+from cli.output import note, printable
 from postroom._wire.words import not_text
 from postroom.chassis import collect_rarely
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, replace_closed_streams, write_last
@@ -36,6 +37,7 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; an error is written to standard error."""
     replace_closed_streams()
+    warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # what the terminal's encoding lacks
     try:

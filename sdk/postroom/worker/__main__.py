@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom._wire.retry import error_text
-from postroom.chassis import import_quickly
+from postroom.chassis import import_quickly, logs
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import end_within
 
@@ -33,6 +33,7 @@ def main() -> int:
     """Run the verb; a `Fatal` becomes a sentence and its exit code."""
     options = _parser().parse_args()
     import_quickly()
+    logs.configure()  # for what is wrong with a config that does not end the start
     try:
         options.do(options)
     except Fatal as fatal:
