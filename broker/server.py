@@ -19,6 +19,7 @@ from broker.metrics import Metrics
 from broker.programs import Health
 from broker.retention import Sweeper
 from broker.store import AcceptStore, MessageIds
+from postroom._wire.http import Site
 from postroom.chassis.config import show_certificate
 from postroom.chassis.listener import Deadlines, listening, remove, running, unix_listener
 from postroom.chassis.postgres import letting_go
@@ -29,6 +30,7 @@ from postroom.delivery.settings import networks_of
 _log = structlog.get_logger(__name__)
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
+_ENCRYPT: Final = "set tls_cert and tls_key, or listen on loopback or a socket behind a proxy with TLS"
 
 
 async def run(config: BrokerConfig) -> None:
@@ -43,6 +45,8 @@ async def run(config: BrokerConfig) -> None:
         services = await stack.enter_async_context(open_services(config))
         url = await stack.enter_async_context(serving(services))
         _log.info("listening", url=url)
+        if config.socket_path is None and Site.of(url).is_exposed:
+            _log.warning("tokens_unencrypted", url=url, advice=_ENCRYPT)
         notify(f"READY=1\nSTATUS=accepting on {url}")
         tasks: dict[str, Coroutine[Any, Any, None]] = {"reports": services.health.reporting(url)}
         if services.config.retention.sweep:

@@ -8,7 +8,7 @@ The token is in a file that is read again when it changes.
 import stat
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from broker_client.settings import BrokerClientSettings
 from postroom._wire.connections import Pool, url_dial
@@ -19,7 +19,6 @@ from postroom.chassis.logs import clean
 from postroom.errors import Unavailable
 
 MAX_TOKEN_BYTES = 4096
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Failure(StrEnum):
@@ -128,7 +127,7 @@ class Channel:
         except ValueError:
             rule = "give the broker's address as https://host[:port], without user, query or fragment"
             raise Fatal(Exit.CONFIG, f"broker.url (POSTROOM_DAEMON_BROKER_URL): {rule}") from None
-        if not (site.tls or site.host in _LOOPBACK or settings.allow_plaintext):
+        if site.is_exposed and not settings.allow_plaintext:
             advice = "would expose the token to the network: use https, or set broker.allow_plaintext"
             raise Fatal(Exit.CONFIG, f"broker.url: http://{site.host} {advice}")
         self.base = settings.url.rstrip("/")

@@ -5,13 +5,13 @@ The rule is docs/contract/operate.md#operate-19.
 
 import os
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.http import is_loopback
 from postroom._wire.names import URL
 from postroom.chassis.config import Host, LogLevel, load
 from postroom.chassis.exits import Exit, Fatal
@@ -44,17 +44,10 @@ class ConsoleConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> ConsoleConfig:
     """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
     config = load(ConsoleConfig, file, prefix=PREFIX, environ=environ, shared=_SHARED)
-    if not _is_loopback(config.listen_host) and not (config.public_url or "").startswith("https://"):
+    if not is_loopback(config.listen_host) and not (config.public_url or "").startswith("https://"):
         raise Fatal(
             Exit.CONFIG,
             f"listen_host ({config.listen_host}) is not a loopback address, and operators paste their tokens: "
             "put a proxy with TLS in front of the console, and set public_url to its https:// address",
         )
     return config
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

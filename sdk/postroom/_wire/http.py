@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -90,10 +91,23 @@ class Site(NamedTuple):
         prefix = quote(parts.path, safe="/%!$&'()*+,;=:@~").rstrip("/")
         return cls(ascii_host, parts.port or (443 if tls else 80), tls, authority, prefix)
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether others on the network can read what is sent there, a token too."""
+        return not (self.tls or is_loopback(self.host))
+
     def lines(self, agent: str) -> str:
         """Format the header lines of every request of a program called `agent`, whose answers are JSON as it is."""
         accepts = "Accept: application/json\r\nAccept-Encoding: identity\r\n"
         return f"Host: {self.authority}\r\nUser-Agent: {agent}\r\n{accepts}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is that of this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def why_unreachable(cause: BaseException | None, authorities: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import cached_property, partial
@@ -296,6 +297,9 @@ class Transport:
             form = f"give the {self.peer.role}'s address as http[s]://host[:port], without user, query or fragment"
             where = "commands take it from POSTROOM_BROKER_URL, or --url"
             raise Unavailable.of("not_understood", f"{form}; {where}") from error
+        if site.is_exposed and "Authorization" in self._headers:
+            advice = "use https, or a way that is encrypted"
+            warnings.warn(f"others on the network can read the token that goes to {self._base}: {advice}", stacklevel=2)
         return site.prefix, f" HTTP/1.1\r\nHost: {site.authority}\r\n{lines_of(self._headers.items())}"
 
     async def _whole(self, answer: Connection) -> bytes:

@@ -141,6 +141,22 @@ async def test_it_tells_the_service_manager_that_it_is_ready_that_it_lives_and_t
     assert (stopping, await process.wait()) == (b"STOPPING=1", 0)
 
 
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("127.0.0.1", False)])  # noqa: S104 - nobody calls it
+async def test_tokens_that_would_cross_the_network_unencrypted_are_warned_of(
+    rewrite: Any, host: str, *, warns: bool
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "broker", "--config", str(rewrite(f'listen_host = "{host}"'))),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    first = await process.stderr.readline()
+    process.terminate()
+    lines = [json.loads(line) for line in (first + (await process.communicate())[1]).splitlines()]
+    warnings = {line["event"]: line["advice"] for line in lines if line["level"] == "warning"}
+    assert ("set tls_cert and tls_key" in warnings.get("tokens_unencrypted", "")) is warns
+
+
 async def test_it_does_not_start_on_a_schema_that_is_older(rewrite: Any, database_url: str) -> None:
     code, said = await run("run", rewrite(f'database_url = "{database_url}"'))
 

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,6 +204,24 @@ async def test_the_daemons_own_member_subscribes_through_the_daemon(mailroom: Ma
     assert [each["member"] for each in shown.json] == ["alice"]
     assert (await user.as_member("topic", "unsubscribe", "news")).code == 0
     assert (await user.as_member("topic", "subscribe", "nonsense")).code == 3
+
+
+async def test_a_token_that_would_cross_the_network_unencrypted_is_warned_of(mailroom: Mailroom) -> None:
+    local, token_file = mailroom.broker_urls[0], str(mailroom.directory / "admin.token")
+    advice = "use https, or a way that is encrypted"
+    warning = f"warning: others on the network can read the token that goes to {{}}: {advice}\n"
+    port = local.rpartition(":")[2]
+    for url, warns in ((local, False), (f"http://localhost:{port}", False), (f"http://0.0.0.0:{port}", True)):
+        process = await asyncio.create_subprocess_exec(  # of its own, since a warning ends a test's
+            *(sys.executable, "-m", "cli", "mesh", "list", "--json", "--url", url, "--token-file", token_file),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+        assert (process.returncode, said.decode()) == (0, warning.format(url) * warns)
+    with pytest.warns(UserWarning, match="others on the network can read the token"):
+        async with BrokerClient(f"http://0.0.0.0:{port}", "t" * 30, patience=0) as client:
+            assert (await client.health()).status
 
 
 async def test_what_exists_twice_or_not_at_all_is_said(mailroom: Mailroom) -> None:

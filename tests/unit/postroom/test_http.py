@@ -9,6 +9,16 @@ from postroom._wire.http import MAX_HEAD, AnswerReader, Garbled, Head, Site, chu
 OK = b"HTTP/1.1 200 OK\r\n"
 PLAIN = Head(200, "application/octet-stream", 2, chunked=False, closes=False)
 CHUNKED = PLAIN._replace(length=None, chunked=True)
+EXPOSED = {
+    "http://broker:7420": True,
+    "http://10.0.0.7": True,
+    "http://0.0.0.0:7420": True,
+    "http://[fd00::1]": True,
+    "https://broker:7420": False,
+    "http://localhost:7420": False,
+    "http://127.9.9.9": False,
+    "http://[::1]:7420": False,
+}
 WHOLE: dict[str, tuple[bytes, Head, bytes]] = {
     "a length": (OK + b"Content-Length: 2\r\n\r\n{}", PLAIN, b"{}"),
     "no reason": (b"HTTP/1.1 200\r\nContent-Length: 2\r\n\r\n{}", PLAIN, b"{}"),
@@ -195,3 +205,7 @@ def test_a_field_of_the_head_is_found_by_its_name_whatever_its_case_and_place() 
     assert answer.head is not None
     fields = [answer.head.field(name) for name in (b"Date", b"Retry-After", b"Content-Length", b"Age")]
     assert fields == ["today", "", "0", None]
+
+
+def test_a_token_is_exposed_where_it_leaves_the_machine_unencrypted():
+    assert {url: Site.of(url).is_exposed for url in EXPOSED} == EXPOSED
