@@ -37,7 +37,7 @@ from postroom._wire.message import MAX_VALUES, refuse_duplicate_keys, refuse_too
 from postroom._wire.transport import JSON
 from postroom._wire.words import json_fault, shape_fault
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
-from postroom.chassis.routes import is_media, problem_headers
+from postroom.chassis.routes import SERVER, is_media, problem_headers
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -435,6 +435,11 @@ class Answer(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Do nothing: an answer is complete from the start."""
+
+
+def stream_answer(media: str, **fields: str) -> web.StreamResponse:
+    """Begin an answer that is written piece by piece, without aiohttp's word of what it is built with."""
+    return web.StreamResponse(headers={"Content-Type": media, "Server": SERVER, **fields})
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from inbox import MessageFilter, StoredMessage
-from ipc.connection import Request, json_answer
+from ipc.connection import Request, json_answer, stream_answer
 from ipc.services import Services
 from postroom._wire.message import check_destination
 from postroom._wire.sends import EventsQuery, InboxQuery
@@ -64,7 +64,7 @@ class InboxRoutes:
             async with self._turn(request):
                 given = request.headers.getall("Last-Event-ID", ())  # two of them are, as one, no position
                 after = await inbox.start(", ".join(given) if given else None, _ms(query.since))
-            response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
+            response = stream_answer(EVENT_STREAM, **{"Cache-Control": "no-store"})
             await response.prepare(request)
             if request.method == hdrs.METH_HEAD:
                 return response

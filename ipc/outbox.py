@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from aiohttp import hdrs, web
 
-from ipc.connection import BodyReader, Request, json_answer
+from ipc.connection import BodyReader, Request, json_answer, stream_answer
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire import operations
@@ -44,7 +44,7 @@ class OutboxRoutes:
     async def export(self, request: Request) -> web.StreamResponse:
         """Stream every row that matches the query, a JSON object a line, never a payload."""
         query = decode_query(request, operations.ExportQuery)
-        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        response = stream_answer(NDJSON)
         page = await self._outbox.list_rows(_filter(query), None, MAX_PAGE)
         await response.prepare(request)
         if request.method == hdrs.METH_HEAD:
@@ -149,7 +149,7 @@ class OutboxRoutes:
         """Stream a copy of the whole outbox, payloads too: an SQLite file."""
         asked = await self._reader.decode(request, operations.BackupRequest)
         async with self._outbox.backup(caller=request.caller, reason=asked.reason) as copy:
-            response = web.StreamResponse(headers={"Content-Type": SQLITE, "Content-Length": str(copy.size)})
+            response = stream_answer(SQLITE, **{"Content-Length": str(copy.size)})
             await response.prepare(request)
             piece = await copy.piece(0)
             offset = len(piece)

@@ -16,7 +16,17 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import MultiMapping, istr
 
-from ipc.connection import Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer, start_body
+from ipc.connection import (
+    Answer,
+    BodyReader,
+    PlainSend,
+    Request,
+    check_media,
+    decode_body,
+    json_answer,
+    start_body,
+    stream_answer,
+)
 from ipc.services import Services
 from ipc.shares import NO_UID, TURN, Budget, Turns
 from outbox import AcceptedRow, Caller, stopped
@@ -217,7 +227,7 @@ class Batch:
             detail = "a batch has an id per line: give each its `client_message_id`, and omit the header"
             raise InvalidMessage.of("invalid_client_message_id", detail, field="Idempotency-Key")
         start_body(self._request, self._services.budget, 1)
-        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        response = stream_answer(NDJSON)
         await response.prepare(self._request)
         self._request.connection.between_lines = True
         self._request.connection.until_end().add_done_callback(self._take_no_more)

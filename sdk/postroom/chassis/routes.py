@@ -49,7 +49,7 @@ _FORMS: Final[dict[type, str]] = {  # of a parameter; msgspec takes other texts 
     datetime: "a time, as in 2026-11-21T09:00:00Z",
     NoneType: "omitted, or have a value",
 }
-_SERVER: Final = "postroom"
+SERVER: Final = "postroom"
 _RETRY_AFTER: Final = "Retry-After"
 _NUMBERS: Final = "A whole number is written without a fraction: 5, not 5.0."  # which JSON Schema does not say
 _WHEN: Final = "seconds to wait before another try, where the problem has `retry_after`"
@@ -102,7 +102,7 @@ def bare_application(**options: Any) -> web.Application:
 
 
 async def _name(_request: web.Request, answer: web.StreamResponse) -> None:
-    answer.headers["Server"] = _SERVER
+    answer.headers["Server"] = SERVER
 
 
 def _guarded(route: Route, authorize: Authorize) -> Handler:
@@ -179,7 +179,7 @@ def problem_headers(problem: Problem) -> dict[str, str]:
 def problem_response(problem: Problem, *, close: bool = False) -> web.Response:
     """Answer with `problem` (RFC 9457), and with its headers; `close` ends the connection after it."""
     body = msgspec.json.encode(problem)
-    headers = {"Server": _SERVER, **problem_headers(problem)}  # also where no application answers
+    headers = {"Server": SERVER, **problem_headers(problem)}  # also where no application answers
     answer = web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
     if close:
         answer.force_close()

@@ -31,6 +31,7 @@ def table(room: Any) -> list[Route]:
 
 
 OPEN_WRITES = {"/v1/send", "/v1/send/batch", "/v1/cloudevents"}
+REASON = {"reason": "a test"}
 QUESTIONS = {"/v1/sends"}  # which are too long for a query string
 
 
@@ -92,6 +93,12 @@ async def test_a_head_is_answered_as_a_get_without_its_body(room: Any, table: li
         assert parse(head).headers.get("content-type") == got.headers["content-type"], path
         assert head.endswith(b"\r\n\r\n"), path
         assert head.count(b"\r\n\r\n") == 1, path
+
+
+async def test_no_answer_says_what_it_is_built_with(room: Any, table: list[Route]) -> None:
+    replies = [await room.request("GET", route.path) for route in table if route.method == "GET"]
+    replies += [await room.batch({"to": "topic:orders"}), await room.request("POST", "/v1/outbox/backup", REASON)]
+    assert {reply.headers.get("server", "postroom") for reply in replies} == {"postroom"}
 
 
 async def test_every_route_is_in_the_openapi_document_with_its_access(room: Any, table: list[Route]) -> None:
