@@ -24,7 +24,14 @@ from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TOO_MUCH_UNREAD, Deadlines, TimedConnection, TimedServer
-from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route, refuse_version, refuse_what_is_not_taken
+from postroom.chassis.routes import (
+    BROKEN_BODY,
+    INTERNAL_ERROR,
+    Route,
+    refuse_version,
+    refuse_what_is_not_taken,
+    wrong_method,
+)
 from postroom.errors import NotFound, NotPermitted, PostroomError, TryAgain
 
 _log = structlog.get_logger(__name__)
@@ -285,8 +292,9 @@ class MethodNotAllowed(PostroomError):
     """The path exists for other methods (405), which `allow` lists."""
 
     def __init__(self, methods: Iterable[str]) -> None:
-        self.allow = ", ".join(sorted(set(methods)))
-        super().__init__(problem_of(405, "method_not_allowed", f"this path accepts {self.allow}"))
+        accepted = set(methods)
+        self.allow = ", ".join(sorted(accepted))
+        super().__init__(wrong_method(accepted))
 
 
 def _match(segments: list[str], parts: list[str]) -> dict[str, str] | None:

@@ -148,16 +148,23 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         if error.status < HTTPStatus.BAD_REQUEST:
             raise
         code = HTTPStatus(error.status).name.lower()
-        # without the path, which may hold a token
-        detail = _NO_ROUTE if error.status in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED} else error.reason
-        answer = problem_response(PostroomError.of(code, detail, status=error.status).problem)
-        if "Allow" in error.headers:
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            answer = problem_response(wrong_method(error.allowed_methods))
             answer.headers["Allow"] = error.headers["Allow"]
-        return answer
+            return answer
+        # without the path, which may hold a token
+        detail = _NO_ROUTE if error.status == HTTPStatus.NOT_FOUND else error.reason
+        return problem_response(PostroomError.of(code, detail, status=error.status).problem)
     except RequestPayloadError:
         return problem_response(BROKEN_BODY, close=True)
     except Exception:  # noqa: BLE001 - the last net: a bug answers 500 and is logged, the process lives
         return problem_response(unforeseen(request))
+
+
+def wrong_method(accepted: Iterable[str]) -> Problem:
+    """Return the problem (405) of a request whose path accepts only these methods."""
+    detail = f"this path accepts {', '.join(sorted(accepted))}: use that"
+    return PostroomError.of("method_not_allowed", detail, status=405).problem
 
 
 def unforeseen(request: web.Request) -> Problem:

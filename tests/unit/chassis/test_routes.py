@@ -117,8 +117,10 @@ async def test_a_problem_that_knows_when_says_so_in_the_header(client):
 
 
 async def test_a_wrong_method_is_told_the_right_ones(client):
-    assert (await client.delete("/v1/parcels")).headers["Allow"] == "POST"
-    assert (await client.delete("/v1/parcels/a")).headers["Allow"] == "GET,HEAD"
+    for path, allow, names in (("/v1/parcels", "POST", "POST"), ("/v1/parcels/a", "GET,HEAD", "GET, HEAD")):
+        refused = await client.delete(path)
+        problem = await refused.json(content_type="application/problem+json")
+        assert (refused.headers["Allow"], problem["detail"]) == (allow, f"this path accepts {names}: use that")
 
 
 @pytest.mark.parametrize(
