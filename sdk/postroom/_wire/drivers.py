@@ -23,8 +23,8 @@ class Asyncpg:
         self._connection = connection
 
     async def in_transaction(self) -> bool:
-        """Return whether a transaction block is open."""
-        return bool(self._connection.is_in_transaction())
+        """Return whether a transaction block is open; a closed connection says itself what is wrong."""
+        return bool(self._connection.is_closed() or self._connection.is_in_transaction())
 
     async def row(self, query: str, values: Values) -> Sequence[Any]:
         """Write the parameters as numbers."""

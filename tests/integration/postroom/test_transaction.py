@@ -134,6 +134,16 @@ async def test_an_event_outside_of_a_transaction_is_refused(shop: str, way: Way)
     assert (refused.value.code, (await counts(shop))[1]) == ("no_transaction", 0)
 
 
+async def test_over_a_connection_that_was_closed_the_error_is_the_driver_s_own(shop: str) -> None:
+    connection = await asyncpg.connect(shop)
+    await connection.close()
+    with pytest.raises(asyncpg.InterfaceError, match="connection is closed"):
+        await emit(connection, "demo", "order_placed", {}, aggregate_type="order", aggregate_id=17)
+    with pytest.raises(asyncpg.InterfaceError, match="connection is closed"):
+        async with inbox(connection, request()):
+            pass
+
+
 async def test_a_database_without_an_outbox_says_what_to_do(database_url: str, way: Way) -> None:
     await fetch(database_url, "CREATE TABLE orders (id integer)")
     with pytest.raises(PostroomError, match="run `postroom outbox install --database URL`") as refused:
