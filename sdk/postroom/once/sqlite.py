@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 _SCHEMA: Final = Schema.of("postroom.once", "PSRO", "sql/sqlite_schema.sql")
 _QUERIES: Final = load_queries("postroom.once", "sql/sqlite.sql")
+_ANOTHER_FILE: Final = (sqlite3.SQLITE_READONLY_DBMOVED, sqlite3.SQLITE_ERROR)
 
 
 class SqliteStore(SqliteClaims):
@@ -103,8 +104,7 @@ class SqliteStore(SqliteClaims):
         if self._process != os.getpid():
             return
         if self._db is not None:
-            db, self._db = self._db, None
-            await self._on_thread(db.close)
+            await self._on_thread(self._shut)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         self._process = None
@@ -117,8 +117,7 @@ class SqliteStore(SqliteClaims):
 
         def locked() -> T:
             if self._db is not None and self._moved():
-                self._db.close()
-                self._db = None
+                self._shut()
             db = self._db or self._open(create=False)
             with transaction(db):
                 return step(db, self._clock())
@@ -127,11 +126,18 @@ class SqliteStore(SqliteClaims):
             try:
                 return patiently(locked)
             except sqlite3.OperationalError as error:
-                if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_READONLY_DBMOVED:
+                # Its file was replaced just now, or emptied, and has no tables: nothing was written.
+                if getattr(error, "sqlite_errorcode", None) not in _ANOTHER_FILE:
                     raise
-                return patiently(locked)  # its file was replaced just now: nothing was written
+                self._shut()
+                return patiently(locked)
 
         return await self._on_thread(run)
+
+    def _shut(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
 
     def _moved(self) -> bool:
         if self._path is None or self._opened is None:
@@ -164,7 +170,8 @@ class SqliteStore(SqliteClaims):
             return self._db
         if not create and not is_there(self._path):
             raise absent(str(self._path))
-        self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
+        was_opened = self._opened is not None
+        self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"], was_opened=was_opened)
         self._db.execute(_QUERIES["wait_briefly"])
         self._opened = self._path.stat()
         return self._db

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -239,6 +240,22 @@ async def test_a_file_that_was_replaced_is_opened_and_one_that_was_removed_is_no
         assert not await is_first(registry, "after")
 
 
+async def test_a_file_that_was_emptied_while_it_was_open_is_to_be_put_back(tmp_path: Path) -> None:
+    file = tmp_path / "once.db"
+    async with open_registry(f"sqlite://{file}") as registry:
+        async with registry.once("", "orders", "before"):
+            pass
+        kept = file.read_bytes()
+        os.truncate(file, 0)
+        with pytest.raises(PostroomError, match=r"once\.db: it is empty, though it was in use") as refused:
+            async with registry.once("", "orders", "after"):
+                pass
+        assert (refused.value.code, refused.value.retryable) == ("registry_unusable", False)
+        file.write_bytes(kept)
+        async with registry.once("", "orders", "before") as claim:
+            assert not claim.first
+
+
 async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path: Path) -> None:
     with pytest.raises(Unavailable) as caught:
         await PostgresStore.open(f"postgresql:///nothing?host={tmp_path}")
@@ -287,6 +304,30 @@ async def test_a_registry_is_opened_by_its_address(scheme: str, tmp_path: Path, 
     url = {"memory": "memory:", "sqlite": f"sqlite://{tmp_path}/once.db", "postgres": database_url}[scheme]
     async with open_registry(url) as registry, registry.once("", "orders", "k") as claim:
         assert claim.first
+
+
+LEFT_OPEN = """
+import asyncio, sys
+from postroom.once import open_registry
+
+async def main():
+    global left
+    left = open_registry(sys.argv[1], keep_days=90)
+    async with (await left.__aenter__()).once("", "orders", "k") as claim:
+        print(claim.first)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "postgres"])
+def test_a_registry_that_is_left_open_at_the_end_of_its_loop_is_closed_quietly(
+    kind: str, tmp_path: Path, database_url: str
+) -> None:
+    url = {"memory": "memory:", "sqlite": f"sqlite://{tmp_path}/once.db", "postgres": database_url}[kind]
+    program = [sys.executable, "-c", LEFT_OPEN, url]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("True\n", "", 0)
 
 
 def test_a_program_without_asyncpg_is_told_what_to_install() -> None:
