@@ -263,21 +263,21 @@ async def open_registry(
     """
     if keep_days is not None and not 0 < keep_days <= MAX_DAYS:
         raise ValueError("keep_days must be more than 0, and at most a hundred years")
-    store = await open_store(url)
+    store, forgetting = await open_store(url), None
     try:
         registry = Registry(store, group=group, lease=lease, wait=wait)
-        if keep_days is None and _is_postgres(url):
-            yield registry
-        else:
-            async with _forgetting(registry, store, KEEP_DAYS if keep_days is None else keep_days):
-                yield registry
+        if keep_days is not None or not _is_postgres(url):
+            forgetting = await _forgetting(registry, store, KEEP_DAYS if keep_days is None else keep_days)
+        yield registry
     finally:
+        if forgetting is not None:
+            forgetting.cancel()
+            await asyncio.wait([forgetting])
         await store.close()
 
 
-@asynccontextmanager
-async def _forgetting(registry: Registry, store: Store, keep_days: float) -> AsyncIterator[None]:
-    """Forget old keys for the time of the block, at once and every hour.
+async def _forgetting(registry: Registry, store: Store, keep_days: float) -> asyncio.Task[None]:
+    """Forget old keys, and return the task that does so every hour until it is cancelled.
 
     A clock may be years ahead for a moment, and what was forgotten by it is done again. So no key is old unless
     another one, which was there an hour ago, is not.
@@ -292,6 +292,8 @@ async def _forgetting(registry: Registry, store: Store, keep_days: float) -> Asy
             await registry.forget_old(keep_days)
 
     async def hourly(latest: datetime | None) -> None:
+        going_on = asyncio.current_task()
+        assert going_on is not None  # noqa: S101 - it runs in one
         while not going_on.cancelling():  # an error of a clean-up may have replaced the cancellation
             await registry.sleep(_BETWEEN_PURGES)
             with suppress(PostroomError):  # each claim reports an unreachable store; the next hour makes up for it
@@ -300,12 +302,7 @@ async def _forgetting(registry: Registry, store: Store, keep_days: float) -> Asy
 
     latest = await latest_end()
     await look(latest)
-    going_on = asyncio.create_task(hourly(latest), name="idempotency retention")
-    try:
-        yield
-    finally:
-        going_on.cancel()
-        await asyncio.wait([going_on])
+    return asyncio.create_task(hourly(latest), name="idempotency retention")
 
 
 def _is_postgres(url: str) -> bool:

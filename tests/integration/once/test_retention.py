@@ -54,12 +54,14 @@ async def test_a_clock_that_may_be_ahead_forgets_nothing(tmp_path: Path) -> None
         await hours.acquire()
 
     store = await SqliteStore.open(file)
-    async with _forgetting(Registry(store, sleep=sleep), store, 90):
-        await end(store, NEW)
-        for hour, left in ((1, {OLD.columns, NEW.columns}), (2, {NEW.columns})):
-            hours.release()
-            await until(lambda hour=hour: slept == hour + 1)
-            assert set(await store.look_up([OLD.columns, NEW.columns])) == left
+    forgetting = await _forgetting(Registry(store, sleep=sleep), store, 90)
+    await end(store, NEW)
+    for hour, left in ((1, {OLD.columns, NEW.columns}), (2, {NEW.columns})):
+        hours.release()
+        await until(lambda hour=hour: slept == hour + 1)
+        assert set(await store.look_up([OLD.columns, NEW.columns])) == left
+    forgetting.cancel()
+    await asyncio.wait([forgetting])
     await store.close()
 
 
