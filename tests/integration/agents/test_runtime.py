@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext, get_current_span
 from support.agents import SETTINGS, Counting, Tally, emitted, kept, opened, place_orders, running_agent, settled
 from support.jetstream import Context
 from support.traces import attributes, links_of, parent_of
-from support.waiting import until_so
+from support.waiting import until, until_so
 
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
@@ -368,6 +368,33 @@ async def test_a_message_that_was_delivered_too_often_is_done_where_the_store_ho
         known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, published_at=now)
         await running.runtime.handle([known], settle)
     assert outcomes == [DONE]
+
+
+async def test_an_agent_that_cannot_go_on_gives_back_what_it_has_in_hand(context: Context, tmp_path: Path):
+    """A stop waits for what is in hand, up to its `stop_seconds`."""
+
+    class Forgetful(Counting):
+        def apply(self, state: Tally, event: Envelope) -> Tally:
+            raise KeyError("currency", state, event)
+
+    outcomes: list[Outcome] = []
+
+    async def settle(delivery: Delivery, outcome: Outcome) -> None:
+        del delivery
+        outcomes.append(outcome)
+
+    runtime = await opened(context, tmp_path, Forgetful)
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    message = Delivery(context.subject, b"", {}, "order-2", context.events, 2, 1, published_at=datetime.now(UTC))
+    handling = asyncio.create_task(runtime.handle([message], settle))
+    with pytest.raises(Fatal, match=r"Forgetful\.apply raised"):
+        await runtime.run()
+    await until(handling.done)
+    await runtime.handle([message], settle)
+    assert outcomes == []
+    await runtime.close()
 
 
 async def test_a_turn_takes_about_as_many_messages_as_it_can_handle(context: Context, tmp_path: Path):

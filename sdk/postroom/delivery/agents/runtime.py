@@ -133,10 +133,11 @@ class AgentRuntime:
         emitter = Emitter(type(agent), self._owner, self.publisher.most_bytes)
         self._decider = Decider(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
+        self._in_hand: set[Job] = set()
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
         self._wake = asyncio.Event()
         self._room = asyncio.Semaphore(_FINISHING)
-        self._stopping = False
+        self._stopping = self._ended = False
 
     @classmethod
     async def open(
@@ -215,13 +216,19 @@ class AgentRuntime:
         return self._memory.state
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """Handle a batch of the consumer core; returns when each of its messages is settled."""
+        """Handle a batch of the consumer core; returns when each of its messages is settled, or `run` has ended."""
+        if self._ended:
+            return
         loop = asyncio.get_running_loop()
         jobs = [Job(delivery, settle, loop.create_future()) for delivery in batch]
         for job in jobs:
             heapq.heappush(self._jobs, job)
+        self._in_hand.update(jobs)
         self._wake.set()
-        await asyncio.gather(*(job.done for job in jobs))
+        try:
+            await asyncio.gather(*(job.done for job in jobs))
+        finally:
+            self._in_hand.difference_update(jobs)
 
     async def run(self) -> None:
         """Handle what comes in, until cancelled; first publish what an earlier process left unpublished.
@@ -238,6 +245,10 @@ class AgentRuntime:
                     tasks.create_task(self._finish(await self._take_turn()))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._ended = True
+            for job in self._in_hand:  # the core gives them back, instead of waiting for them at its stop
+                job.give_up()
 
     async def _recover(self) -> None:
         async with self._turns.turn():
@@ -430,6 +441,10 @@ class Job:
     async def finish(self, outcome: Outcome) -> None:
         """Settle the delivery."""
         await self._settle(self.delivery, outcome)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Have nobody wait for it any more."""
         if not self.done.done():
             self.done.set_result(None)
 
