@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
+from nats.js import JetStreamContext
 
 from broker.administration import asked_mesh, path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
@@ -21,7 +22,14 @@ from postroom._wire import dead_letters as api
 from postroom._wire.nouns import CHANGES, Failure, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.dead_letters.operations import EFFECTS, LetterOperations, Outcome, StoredLetter, count_letters
+from postroom.delivery.dead_letters.operations import (
+    EFFECTS,
+    TOGETHER,
+    LetterOperations,
+    Outcome,
+    StoredLetter,
+    count_letters,
+)
 from postroom.errors import NotFound, PostroomError, Problem, TryAgain
 
 _MOST_LETTERS: Final = 100_000  # that one request for causes reads: a few seconds
@@ -72,11 +80,12 @@ class DeadLetters(Handlers):
         async def handle(request: web.Request) -> web.Response:
             asked = await decode_body(request, api.DEAD_LETTERS.change)
             mesh = own_mesh(request[PRINCIPAL], asked.mesh)
-            async with self._opened(request, mesh) as (letters, unread):
+            async with self._nats.opened(PATIENCE) as (js, unread):
                 if unread is not None and EFFECTS[verb] is not None:
                     raise PostroomError(unread)
                 # closed: what is replayed may die again before the next request, and would be replayed for ever
-                page = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES, closed=True)
+                async with self._lent(request, mesh, js, unread) as letters:
+                    page = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES, closed=True)
                 found, next_cursor, missing = page
                 done = list[api.Letter]()
                 failed = [Failure(id=id_, problem=error.problem) for id_, error in missing.items()]
@@ -85,9 +94,12 @@ class DeadLetters(Handlers):
                 else:
                     outcomes = dict[str, Outcome]()
                     try:
-                        async with unavailable_as_503():
-                            async for stored, outcome in letters.settle(verb, found, why=asked.reason):
-                                outcomes[stored.id] = outcome
+                        for begin in range(0, len(found), TOGETHER):
+                            # a connection each: between two transactions it is the turn of what else the caller asks
+                            async with self._lent(request, mesh, js, unread) as letters, unavailable_as_503():
+                                outcomes |= await letters.settle(
+                                    verb, found[begin : begin + TOGETHER], why=asked.reason
+                                )
                     except TryAgain as error:  # the caller would repeat a 503, and be refused what was settled before
                         outcomes = {stored.id: error for stored in found} | outcomes
                     for stored in found:
@@ -105,12 +117,20 @@ class DeadLetters(Handlers):
     @asynccontextmanager
     async def _opened(self, request: web.Request, mesh: str) -> AsyncIterator[tuple[LetterOperations, Problem | None]]:
         """Lend the letters of a mesh, with the reason why those that are in streams alone cannot be read, if any."""
+        async with self._nats.opened(PATIENCE) as (js, unread), self._lent(request, mesh, js, unread) as letters:
+            yield letters, unread
+
+    @asynccontextmanager
+    async def _lent(
+        self, request: web.Request, mesh: str, js: JetStreamContext | None, unread: Problem | None
+    ) -> AsyncIterator[LetterOperations]:
+        """Lend the letters of a mesh with a connection of their own to Postgres."""
         actor = request[PRINCIPAL].actor
 
         async def log(connection: Connection, verb: str, ids: Sequence[str], why: str) -> None:
             await keep_verb(connection, actor, api.DEAD_LETTERS, verb, [f"{mesh} {id_}" for id_ in ids], reason=why)
 
-        async with self._nats.opened(PATIENCE) as (js, unread), self.reading(request) as connection:
+        async with self.reading(request) as connection:
             letters = LetterOperations(connection, js, mesh, actor=actor, log=log)
             try:
                 await check_mesh(connection, mesh)
@@ -118,7 +138,7 @@ class DeadLetters(Handlers):
                 hidden = unread is not None and unread.code == NATS_UNREACHABLE
                 if not hidden and not await letters.are_known():
                     raise
-            yield letters, unread
+            yield letters
 
 
 def _page(

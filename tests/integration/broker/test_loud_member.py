@@ -20,6 +20,10 @@ from support.databases import HOLD_NUMBERS
 from support.waiting import until
 
 from embedded.processes import tethered
+from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.sql import load_queries
+from postroom.delivery.dead_letters import columns
+from postroom.delivery.dead_letters.operations import TOGETHER
 
 POSTS = 200
 TIMES_QUIET = 5
@@ -147,6 +151,26 @@ async def test_an_operator_who_changes_many_jobs_goes_on_reading(
     assert (await reading).status == 200
     assert not changing.done()
     assert len((await changing).body["done"]) == len(jobs)
+
+
+async def test_an_operator_who_changes_many_dead_letters_goes_on_reading(
+    broker: Any, postgres: Any, waiting_for_lock: Any
+) -> None:
+    keep = load_queries("postroom.delivery.dead_letters", "record.sql")["keep"]
+    for number in range(TOGETHER + 1):
+        letter = DeadLetter(message_id=f"m-{number}", original_subject="demo.orders", reason="rejected", attempts=1)
+        await postgres.execute(keep, *columns("demo", letter), b"")
+    async with postgres.transaction():
+        await postgres.execute("SELECT FROM postroom.dead_letters WHERE letter_id = 'dead::m-7' FOR UPDATE")
+        dropping = asyncio.create_task(
+            broker.admin.post("/v1/dead_letters/drop", {"mesh": "demo", "reason": "all of them", "filter": {}})
+        )
+        await waiting_for_lock(1)
+        reading = asyncio.create_task(broker.admin.get("/v1/topics", mesh="demo"))
+        await until(lambda: broker.services.database._shares._waiting, pause=0)
+    assert (await reading).status == 200
+    assert not dropping.done()
+    assert len((await dropping).body["done"]) == TOGETHER + 1
 
 
 async def test_a_token_that_is_nobodys_is_looked_up_once_and_each_refusal_takes_its_turn(

@@ -256,7 +256,7 @@ def test_a_letter_that_another_operator_settles_during_a_request_is_refused_with
             found = await letters.find(LetterFilter())
             dropped = await asyncio.to_thread(station.user.run, "dlq", "drop", "a", "--yes", "--reason", "first")
             assert dropped.code == 0
-            ((_, outcome),) = [one async for one in letters.settle("drop", found, why="second")]
+            (outcome,) = (await letters.settle("drop", found, why="second")).values()
             return outcome
 
     refused = station.work(late)
@@ -268,7 +268,7 @@ def test_a_letter_that_another_operator_settles_during_a_request_is_refused_with
 def test_of_letters_that_a_postgres_which_fails_left_the_others_are_said_to_be_settled(
     station: Station, monkeypatch: pytest.MonkeyPatch, verb: str, done: str
 ) -> None:
-    monkeypatch.setattr("postroom.delivery.dead_letters.operations._TOGETHER", 1)
+    monkeypatch.setattr("broker.dead_letters.TOGETHER", 1)
     station.bury("a", "b", "c")
     _, second, third = (letter["id"] for letter in station.letters())
     asked = ("dlq", verb, "--all", "--reason", "fixed", "--yes")

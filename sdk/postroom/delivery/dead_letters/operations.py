@@ -64,7 +64,7 @@ from postroom.errors import PostroomError
 
 _ROWS: Final = 500  # letters of the record that are read at once
 _GAPS: Final = 20  # parts of a stream that are read one by one
-_TOGETHER: Final = 50  # letters that are settled in one transaction, with their payloads in memory
+TOGETHER: Final = 50  # letters that are settled in one transaction, with their payloads in memory
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _LAST: Final = 2**63 - 1
@@ -262,20 +262,11 @@ class LetterOperations:
             notes.append(note)
         return notes
 
-    async def settle(
-        self, verb: str, letters: Sequence[StoredLetter], *, why: str
-    ) -> AsyncGenerator[tuple[StoredLetter, Outcome], None]:
-        """Do a verb to letters, which settles them and deletes their payloads; yield each with what became of it.
+    async def settle(self, verb: str, some: Sequence[StoredLetter], *, why: str) -> dict[str, Outcome]:
+        """Do a verb to letters, which settles them and deletes their payloads; return what became of each, by its id.
 
-        Some are settled at a time: where Postgres fails, those that were yielded stay so.
+        That is one transaction, with their payloads in memory: give it `TOGETHER` of them at most.
         """
-        for begin in range(0, len(letters), _TOGETHER):
-            some = letters[begin : begin + _TOGETHER]
-            outcomes = await self._settle_together(verb, some, why)
-            for stored in some:
-                yield stored, outcomes[stored.id]
-
-    async def _settle_together(self, verb: str, some: Sequence[StoredLetter], why: str) -> dict[str, Outcome]:
         connection, outcomes, act = self._connection, dict[str, Outcome](), DEAD_LETTERS.verbs[verb].done
         async with connection.transaction():
             numbers = [stored.row for stored in some if stored.row is not None]

@@ -17,7 +17,7 @@ from typing import Any
 import asyncpg
 
 from postroom._wire.dead_letters import LetterFilter
-from postroom.delivery.dead_letters.operations import LetterOperations
+from postroom.delivery.dead_letters.operations import TOGETHER, LetterOperations
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 
@@ -49,8 +49,8 @@ async def main(nats: str, postgres: str, context: str) -> None:
     letters = LetterOperations(connection, client.jetstream(), context, actor="ann")
     found = await letters.find(LetterFilter())
     _replaying = True
-    async for _ in letters.settle("replay", found, why="a test"):
-        pass
+    for begin in range(0, len(found), TOGETHER):
+        await letters.settle("replay", found[begin : begin + TOGETHER], why="a test")
 
 
 if __name__ == "__main__":

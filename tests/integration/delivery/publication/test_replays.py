@@ -17,7 +17,7 @@ from support.zygote import Piped
 from postroom._wire.dead_letters import DeadLetter, LetterFilter
 from postroom.delivery.dead_letters import RecordedLetters, StreamLetters
 from postroom.delivery.dead_letters import operations as dead_letters
-from postroom.delivery.dead_letters.operations import LetterOperations, Outcome, StoredLetter
+from postroom.delivery.dead_letters.operations import TOGETHER, LetterOperations, Outcome, StoredLetter
 from postroom.delivery.publication.postgres import LETTERS, REPLAYS, drop_failing, list_dropped, list_failing
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import PostroomError
@@ -72,7 +72,8 @@ async def find(office: Any, wanted: LetterFilter | None = None) -> list[StoredLe
 
 async def settle(office: Any, found: list[StoredLetter], verb: str = "replay") -> list[Outcome]:
     async with office.pool.acquire() as connection:
-        return [outcome async for _, outcome in operations(office, connection).settle(verb, found, why="a test")]
+        outcomes = await operations(office, connection).settle(verb, found, why="a test")
+        return [outcomes[stored.id] for stored in found]
 
 
 def operations(office: Any, connection: Any) -> LetterOperations:
@@ -166,14 +167,15 @@ async def test_a_replay_whose_number_another_one_has_is_published_again(office: 
 
 
 async def test_what_goes_into_a_stream_made_anew_amid_a_replay_is_noted_as_there(office: Any, dead: list[str]) -> None:
-    found, others = await find(office), set[str]()
+    found = await find(office)
     async with office.pool.acquire() as connection:
-        async for _ in operations(office, connection).settle("replay", found, why="a test"):
-            if not others:
-                others = set(await office.ids())
-                await office.js.delete_stream(office.stream)
-                await office.add_stream()
-                await office.js.add_consumer(office.stream, durable_name="billing", ack_policy="explicit")
+        letters = operations(office, connection)
+        await letters.settle("replay", found[:TOGETHER], why="a test")
+        others = set(await office.ids())
+        await office.js.delete_stream(office.stream)
+        await office.add_stream()
+        await office.js.add_consumer(office.stream, durable_name="billing", ack_policy="explicit")
+        await letters.settle("replay", found[TOGETHER:], why="a test")
     created = (await office.js.stream_info(office.stream)).created
     rows = await office.pool.fetch("SELECT message_id FROM postroom.replays WHERE stream_created_at = $1", created)
     assert {row[0] for row in rows} == set(await office.ids()) == {f"{id_}~billing.1" for id_ in dead} - others
