@@ -325,4 +325,6 @@ def _text(value: Any) -> str:
         return ""
     if isinstance(value, datetime):
         value = when(value)
+    if isinstance(value, dict):
+        value = msgspec.json.encode(value, enc_hook=str).decode()
     return printable(str(value)).replace("\n", " ")

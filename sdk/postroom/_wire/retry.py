@@ -119,7 +119,7 @@ def read_retry_after(header: str | None, now_ms: int) -> float | None:
     if header is None:
         return None
     try:
-        seconds = float(header)
+        seconds = math.nan if "_" in header else float(header)  # Python reads 1_0 as 10
     except ValueError:
         moment = read_date(header.strip())
         return None if moment is None else clamp_retry_after((moment - now_ms) / 1000)

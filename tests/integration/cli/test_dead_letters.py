@@ -188,6 +188,8 @@ def test_the_age_of_a_letter_is_counted_by_the_clock_of_postgres(
 
 def test_inspect_shows_a_letter_whole(station: Station) -> None:
     station.bury("a")
+    said = station.user.run("dlq", "inspect", "a").out
+    assert '{"Nats-Msg-Id":"a"' in said
     (letter,) = station.user.run("dlq", "inspect", "a", "--json").json
     assert letter["payload"] == '{"total":-1}'
     assert letter["headers"]["Nats-Msg-Id"] == "a"

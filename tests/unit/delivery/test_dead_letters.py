@@ -63,7 +63,7 @@ def test_a_replay_has_the_same_id_each_time_and_another_after_each_death():
     assert replay_id(letter(message_id=None)) == "SEA_EVENTS.7~billing.1"
 
 
-@pytest.mark.parametrize("message_id", ["m" * 255, "é"])
+@pytest.mark.parametrize("message_id", ["m" * 255, "é", "a message"])
 def test_a_replays_id_is_one_that_an_inbox_accepts(message_id):
     first = replay_id(letter(message_id=message_id))
     for again in (first, replay_id(letter(message_id=first)), replay_id(letter(message_id=message_id, attempts=7))):

@@ -24,6 +24,7 @@ NOW_MS = int(NOW.timestamp() * 1000)
         (None, None),
         ("", None),
         ("soon", None),
+        ("1_0", None),
         ("nan", None),
         ("inf", None),
         ("Fri, 99 Nov 2026 12:00:00 GMT", None),

@@ -124,6 +124,11 @@ def printable_id(identity: str) -> str:
     """Return an id as it is, or a digest of one that a header or a database cannot hold."""
     if identity.isascii() and identity.isprintable() and len(identity) <= _ID_CHARACTERS:
         return identity
+    return digest_id(identity)
+
+
+def digest_id(identity: str) -> str:
+    """Return an id of visible ASCII for any other."""
     return f"sha256:{hashlib.sha256(identity.encode(errors='replace')).hexdigest()}"
 
 

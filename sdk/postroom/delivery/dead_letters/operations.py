@@ -50,6 +50,7 @@ from postroom.delivery.dead_letters import (
     REPLAYED_FOR,
     StreamedLetter,
     columns,
+    digest_id,
     has_stream,
     printable_id,
     read_letters,
@@ -535,7 +536,8 @@ def replay_id(letter: DeadLetter) -> str:
     message_id = letter.message_id or f"{letter.stream}.{letter.sequence}"
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
-    return printable_id(f"{original}~{letter.consumer}.{number + 1}")
+    new_id = f"{original}~{letter.consumer}.{number + 1}"
+    return digest_id(new_id) if " " in new_id else printable_id(new_id)  # no inbox takes an id with a space
 
 
 def _recorded(row: asyncpg.Record) -> StoredLetter:
