@@ -18,7 +18,7 @@ import msgspec
 from postroom._wire.fingerprint import NotCanonical, canonical_json
 from postroom._wire.ids import new_id
 from postroom._wire.message import MAX_DEPTH, Priority, SendRequest, refuse
-from postroom._wire.words import not_text
+from postroom._wire.words import not_text, value_fault
 from postroom.errors import InvalidMessage
 
 Body = str | bytes | bytearray | memoryview | Mapping[str, Any] | list[Any] | None  # a TypedDict is a Mapping alone
@@ -149,10 +149,8 @@ def _json_text(value: dict[str, Any] | list[Any]) -> str:
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
         wrong = None if json.loads(text) == value else "it has keys that are not text, or tuples"
-    except (TypeError, ValueError) as error:
-        wrong = str(error)
-    except RecursionError:
-        wrong = "it is nested too deeply"
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = value_fault(error)
     if wrong is not None:
         rule = f"{META_RULE}, or encode it yourself and send the text"
         refuse("body_not_json", f"the body cannot be written as JSON: {wrong}; {rule}", "body")
@@ -175,7 +173,7 @@ def event_json(payload: Any) -> bytes:
     try:
         return to_json(payload)
     except (TypeError, ValueError, RecursionError) as error:
-        detail = f"the payload cannot be written as JSON: {error}; give what JSON can express"
+        detail = f"the payload cannot be written as JSON: {value_fault(error)}; give what JSON can express"
         raise InvalidMessage.of("invalid_event", detail) from error
 
 

@@ -25,7 +25,7 @@ import msgspec
 from postroom._wire.arguments import BYTES, plain_scalar
 from postroom._wire.http import Garbled, Head, Site, Unreachable, lines_of, why_unreachable
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
-from postroom._wire.words import not_text, shape_fault
+from postroom._wire.words import not_text, shape_fault, value_fault
 from postroom.errors import PROBLEM_JSON, InvalidMessage, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
@@ -366,8 +366,9 @@ def _json(value: Any) -> bytes:
     except UnicodeEncodeError as error:
         raise InvalidMessage.of("invalid_json", f"{not_text(error)}: give text that is") from error
     except (TypeError, ValueError, RecursionError) as error:
-        detail = f"the request cannot be written as JSON: {error}; give UTF-8 text, finite numbers, True, False, None"
-        raise InvalidMessage.of("invalid_json", detail) from error
+        detail = f"the request cannot be written as JSON: {value_fault(error)}"
+        way = "give UTF-8 text, finite numbers, True, False, None"
+        raise InvalidMessage.of("invalid_json", f"{detail}; {way}") from error
 
 
 def to_parameters(query: msgspec.Struct) -> dict[str, str]:

@@ -60,6 +60,13 @@ def not_text(error: UnicodeEncodeError) -> str:
     return f"{around!r} is not UTF-8 text"
 
 
+def value_fault(error: Exception) -> str:
+    """Return why a value cannot be written as JSON, in words where `error` says it in Python's."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return not_text(error) if isinstance(error, UnicodeEncodeError) else str(error)
+
+
 def json_fault(error: Exception, data: bytes) -> str:
     """Return what is wrong with `data`, which could not be decoded for `error`.
 
@@ -70,6 +77,11 @@ def json_fault(error: Exception, data: bytes) -> str:
         return "it is empty"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            data.decode()
+        except UnicodeDecodeError as fault:  # the position of `error` is one in a part of `data`
+            return f"0x{data[fault.start]:02x} is not UTF-8 (byte {fault.start})"
     sentence = str(error)
     if "truncated" in sentence or "surrogate" in sentence:
         half = _HALF.search(data.replace(b"\\\\", b""))  # an escaped backslash escapes nothing

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 import msgspec
 
 from postroom._wire.arguments import to_json
+from postroom._wire.words import value_fault
 from postroom.errors import InvalidMessage
 
 Key: TypeAlias = tuple[str, ...]  # the columns of a table's primary key
@@ -44,7 +45,7 @@ class Result(NamedTuple):
             try:
                 result = cls("json", to_json(value))
             except (TypeError, ValueError, RecursionError) as error:
-                detail = f"the result can be stored neither as JSON nor as bytes: {error}"
+                detail = f"the result can be stored neither as JSON nor as bytes: {value_fault(error)}"
                 raise InvalidMessage.of("result_not_json", detail) from error
         if len(result.data) > MAX_RESULT:
             detail = f"the result has {len(result.data)} bytes, a registry keeps at most {MAX_RESULT}: keep a reference"

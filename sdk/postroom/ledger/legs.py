@@ -31,6 +31,7 @@ from postroom._wire import spans
 from postroom._wire.arguments import to_json
 from postroom._wire.retry import error_text
 from postroom._wire.sql import load_queries
+from postroom._wire.words import value_fault
 from postroom.chassis.handlers import contained
 from postroom.chassis.postgres import POSTGRES_ERRORS, Connection, Pool
 from postroom.claims import Claim, leases
@@ -366,7 +367,7 @@ def encode(value: Any, what: str, most_bytes: int = sys.maxsize) -> str:
     try:
         text = to_json(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
+        raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {value_fault(error)}") from error
     if len(text) > most_bytes // _MOST_GROWTH:
         size = len(msgspec.json.format(text, indent=0).encode())
         if size > most_bytes:

@@ -21,6 +21,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.words import json_fault
 from postroom.chassis.postgres import POSTGRES_ERRORS, REFUSED, Pool, uuid_of
 from postroom.claims import DONE, Dead, Later, Outcome
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Consumer, Settle
@@ -134,8 +135,8 @@ def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
         said = msgspec.json.encode(_said(delivery.data)).decode()
         return Answer(said, request, event, delivery.traceparent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        detail = f"the answer {delivery.message_id} to the request {request} is not JSON: {error}"
-        raise InvalidMessage.of("invalid_answer", detail) from error
+        detail = f"the answer {delivery.message_id} to the request {request} is not JSON"
+        raise InvalidMessage.of("invalid_answer", f"{detail}: {json_fault(error, delivery.data)}") from error
 
 
 def _own(event: str, guid: str, delivery: Delivery) -> Due:

@@ -125,6 +125,15 @@ def test_a_payload_that_json_cannot_hold_is_refused(payload: object):
         canonical(payload, "the payload")
 
 
+def test_a_payload_that_json_cannot_hold_is_named_in_words():
+    deep: object = None
+    for _ in range(100_000):
+        deep = [deep]
+    for payload, sentence in ((deep, "it is nested too deeply"), ("\ud800", "is not UTF-8 text")):
+        with pytest.raises(InvalidMessage, match=f"the payload is not JSON: .*{sentence}$"):
+            canonical(payload, "the payload")
+
+
 def test_an_unknown_field_is_no_record():
     record = encoded(Envelope(id="1", type="x"), None).replace(b'"role"', b'"rule":1,"role"')
     with pytest.raises(msgspec.ValidationError):

@@ -84,6 +84,13 @@ def test_a_fault_of_shape_says_what_could_be_there(kind: Any, given: Any, field:
     assert shape_fault(refused.value, kind) == (field, sentence)
 
 
+def test_json_that_is_not_utf_8_names_the_byte() -> None:
+    data = b'{"a": "\xff"}'
+    with pytest.raises(UnicodeDecodeError) as refused:
+        msgspec.json.decode(data)
+    assert json_fault(refused.value, data) == "0xff is not UTF-8 (byte 7)"
+
+
 def test_json_that_nests_beyond_measure_is_said_to() -> None:
     deep = b"[" * 1_000_000
     with pytest.raises(RecursionError) as refused:

@@ -96,5 +96,6 @@ def test_an_answer_is_of_the_trace_that_its_header_names(given: str, *, kept: bo
 
 
 def test_an_answer_that_is_not_json_is_refused() -> None:
-    with pytest.raises(InvalidMessage, match="is not JSON"):
-        answer_of(delivery("extracted", b"not JSON"), UUID(int=1), "extracted")
+    for body, fault in ((b"not JSON", "malformed"), (b"[" * 100_000, "nested too deeply"), (b'"\xff"', "not UTF-8")):
+        with pytest.raises(InvalidMessage, match=f"is not JSON: .*{fault}"):
+            answer_of(delivery("extracted", body), UUID(int=1), "extracted")

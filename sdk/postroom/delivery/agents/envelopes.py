@@ -168,5 +168,6 @@ def _number(text: str | None, header: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 15):  # noqa: PLR2004 - what JSON holds exactly
-        raise InvalidMessage.of("invalid_header", f"the header {header} is {text!r:.40}: it must be a number")
+        detail = f"the header {header} is {text!r:.40}: it must be a number of at most 15 digits"
+        raise InvalidMessage.of("invalid_header", detail)
     return int(text)

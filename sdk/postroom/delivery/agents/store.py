@@ -28,7 +28,7 @@ from postroom._wire.arguments import to_json
 from postroom._wire.canonical import decode
 from postroom._wire.canonical import encode as encode_canonically
 from postroom._wire.sql import load_queries
-from postroom._wire.words import counted
+from postroom._wire.words import counted, value_fault
 from postroom.agent import Envelope
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
@@ -89,7 +89,8 @@ def canonical(value: Any, what: str) -> bytes:
     try:
         return encode_canonically(decode(to_json(value).decode()))
     except (rfc8785.CanonicalizationError, msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
+        detail = f"{what} is not JSON: {value_fault(error)}"
+        raise InvalidMessage.of("invalid_payload", detail, field="payload") from error
 
 
 def with_payload(envelope: Envelope, value: Any) -> tuple[Envelope, bytes]:
