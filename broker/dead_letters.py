@@ -72,7 +72,11 @@ class DeadLetters(Handlers):
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/counts`: for `postroom status`, which waits briefly."""
         async with self._nats.opened(BRIEFLY) as (js, unread), self.reading(request) as connection:
-            return json_response(api.LetterCounts(letters=await count_letters(connection, js), unread=unread))
+            try:
+                counts = api.LetterCounts(letters=await count_letters(connection, js), unread=unread)
+            except PostroomError as error:  # NATS is there, and JetStream silent, as after the loss of a majority
+                counts = api.LetterCounts(letters=await count_letters(connection, None), unread=error.problem)
+        return json_response(counts)
 
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/dead_letters/<verb>`: a failure of one does not stop the others."""

@@ -34,6 +34,8 @@ OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead le
 NATS_UNREACHABLE: Final = "nats_unreachable"
 PATIENCE: Final = 5.0  # seconds that a change waits for NATS
 BRIEFLY: Final = 1.0  # seconds that an overview does, and whatever is asked soon after it did not answer
+_TO_AN_OVERVIEW: Final = 2.0  # seconds that JetStream may take to answer: with a connection, less than `status` waits
+_TO_A_CHANGE: Final = 5.0
 _SILENT: Final = 10.0  # seconds that is soon: the pages of a long list come one after the other
 
 S = TypeVar("S")
@@ -54,7 +56,8 @@ class Nats:
             sentence = "the broker has no NATS configured, so what is in streams alone is missing: set its nats.url"
             yield None, Unavailable.of("nats_not_configured", sentence).problem
             return
-        patient = patience > BRIEFLY and self._breaker.may_try()
+        brief = patience <= BRIEFLY
+        patient = not brief and self._breaker.may_try()
         patience = patience if patient else min(patience, BRIEFLY)
         try:
             nats = await connect(self._settings, name="postroom-broker", patience=patience, logged=False)
@@ -66,7 +69,7 @@ class Nats:
             return
         self._breaker.succeeded()
         try:
-            yield nats.jetstream(), None
+            yield nats.jetstream(timeout=_TO_AN_OVERVIEW if brief else _TO_A_CHANGE), None
         finally:
             await nats.close()
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import msgspec
 import pytest
+from support.nats_users import NatsWithUsers
 from yarl import URL
 
+from broker.config import BrokerConfig
+from broker.operator import BRIEFLY, Nats
+from cli.installation import _ANSWER_SECONDS
 from postroom._wire.dead_letters import DeadLetter
+from postroom.delivery.settings import NatsSettings
 
 Message = Callable[..., dict[str, Any]]
 
@@ -25,6 +31,27 @@ async def test_what_is_created_is_listed_and_what_is_deleted_is_gone(broker: Any
         assert name in [entry["name"] for entry in listed]
         assert (await admin.delete(f"/v1/{noun}/demo/{name}")).status == 204
         assert (await admin.delete(f"/v1/{noun}/demo/{name}")).status == 404
+
+
+async def test_an_overview_says_that_jetstream_is_silent_before_a_status_gives_up(
+    migrated: BrokerConfig, start_broker: Any, tmp_path: Path
+) -> None:
+    """As it is for seconds after a cluster has lost its majority; here NATS answers nothing to what it denies."""
+    server = NatsWithUsers(tmp_path / "nats", {"silent": (["nothing"], [">"])})
+    server.start()
+    silent = NatsSettings(url=server.url_of("silent"))
+    try:
+        async with start_broker(msgspec.structs.replace(migrated, nats=silent)) as broker:
+            counts, consumers = await asyncio.gather(
+                broker.admin.get("/v1/dead_letters/counts"), broker.admin.get("/v1/consumers")
+            )
+        async with Nats(silent).opened(BRIEFLY) as (js, _):
+            assert js is not None
+            assert BRIEFLY + js._timeout < _ANSWER_SECONDS
+    finally:
+        server.stop()
+    for answer in (counts, consumers):
+        assert (answer.status, answer.body["unread"]["code"]) == (200, "nats_refused")
 
 
 async def test_a_name_is_given_once(broker: Any) -> None:
