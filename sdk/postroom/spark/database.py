@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from postroom._wire.retry import Patience, retrying
-from postroom._wire.sql import UNUSABLE, unusable_file, why_refused
+from postroom._wire.sql import UNUSABLE, unusable_file, why_failed, why_refused
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, Unavailable
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         detail = f"the database refused the login: correct database_url, or create the role or the database: {error}"
         raise NotPermitted.of("not_permitted", detail) from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        raise Unavailable.of("database_unavailable", f"cannot open the database: {error}", retryable=True) from error
+        detail = f"cannot open the database: {why_failed(error)}"
+        raise Unavailable.of("database_unavailable", detail, retryable=True) from error
 
 
 @asynccontextmanager
@@ -82,7 +83,7 @@ async def connected(
         asyncpg.OperatorInterventionError,
         asyncpg.TransactionRollbackError,
     ) as error:
-        detail = f"the database has ended the connection or the statement: {error}"
+        detail = f"the database has ended the connection or the statement: {why_failed(error)}"
         raise Unavailable.of("database_unavailable", detail, retryable=True) from error
     except (asyncpg.UndefinedFunctionError, asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError) as error:
         detail = (

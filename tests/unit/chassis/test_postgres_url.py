@@ -53,6 +53,11 @@ def test_tls_options_reach_the_server(query: str) -> None:
         asyncio.run(connect_spark(f"{NOBODY}?{query}"))
 
 
+def test_a_socket_that_nobody_listens_on_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"cannot open the database: nothing listens on its Unix socket$"):
+        asyncio.run(connect_spark(f"postgresql:///postroom?host={tmp_path}"))
+
+
 def test_a_port_that_no_host_has_is_refused() -> None:
     url = NOBODY.replace(":1/", ":65536/")
     with pytest.raises(Fatal, match="database_url is not a Postgres URL") as ended:
