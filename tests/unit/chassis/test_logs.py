@@ -42,6 +42,11 @@ def test_an_event_is_one_json_line_with_time_and_level():
     assert line == {"event": "row_dead", "level": "info", "row_id": "01J"}
 
 
+def test_no_program_loads_what_its_log_does_without():
+    loaded = "{'broker.server', 'daemon.postroomd', 'postroom.worker.process'} <= sys.modules.keys()"
+    assert logged(f"import sys; assert {loaded}; assert 'rich' not in sys.modules") == []
+
+
 def test_tokens_and_bodies_are_dropped_whoever_logs_them():
     (line,) = logged("log.info('sent', token='t', body='b', payload=b'p', authorization='a', bytes=3)")
     assert {"token", "body", "payload", "authorization"}.isdisjoint(line)
