@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.class_data import quick_spark
+from support.class_data import java_home, quick_spark
 
 from cli.stack import choose_port
 
@@ -132,8 +132,11 @@ def read(name, place, home, record_property):
     typed = BEGINNING + ("" if "postroom up" in commands else UP) + commands
     shell = ["bash", "-euo", "pipefail", "-c", typed]
     environment = home | {"POSTROOM_CONSOLE_LISTEN_PORT": console}
-    if name != FIRST:  # which is read as on any machine: its workers import what Spark ships, and Java is the machine's
-        environment |= quick_spark(Path(home["HOME"], ".cache"))
+    cache = Path(home["HOME"], ".cache")
+    if name == FIRST:  # which compiles the PySpark of its workers itself, as on any machine
+        environment["JAVA_HOME"] = str(java_home(cache))
+    elif "spark" in commands:
+        environment |= quick_spark(cache)
     ran = subprocess.run(shell, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{name}: {ran.stdout}\n{ran.stderr}"
     laps = [line.split(" ", 1) for line in (Path(home["HOME"]) / "laps").read_text().splitlines()]

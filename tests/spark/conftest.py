@@ -22,11 +22,17 @@ from postroom.spark.session import do_without_names
 
 
 @pytest.fixture(scope="session")
-def spark(session_directory: Path) -> Iterator[SparkSession]:
+def quick_java(session_directory: Path) -> dict[str, str]:
+    """The variables with which a Spark starts quickly, for the session and for programs that start one of their own."""
+    return quick_spark(session_directory / "spark")
+
+
+@pytest.fixture(scope="session")
+def spark(session_directory: Path, quick_java: dict[str, str]) -> Iterator[SparkSession]:
     directory = session_directory / "spark"
     do_without_names(os.environ)
     with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
-        for name, text in quick_spark(directory).items():
+        for name, text in quick_java.items():
             patch.setenv(name, text)
         session = (
             SparkSession.builder.master("local[2,4]")

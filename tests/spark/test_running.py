@@ -285,9 +285,10 @@ def test_a_backfill_of_data_that_cannot_be_read_says_why(
     assert post.accepted() == {}
 
 
-def test_a_pipeline_whose_task_fails_prints_no_stack_of_java(tmp_path: Path) -> None:
+def test_a_pipeline_whose_task_fails_prints_no_stack_of_java(quick_java: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "damaged.json").write_text('{"order_id":1}\n{"order_id":2\n')
-    failed = postroom("run", "backfill", *options(input=tmp_path / "damaged.json", id="order_id", to="topic:orders"))
+    words = options(input=tmp_path / "damaged.json", id="order_id", to="topic:orders")
+    failed = postroom("run", "backfill", *words, **quick_java, XDG_CACHE_HOME=str(tmp_path))
     assert failed.returncode == Exit.IO_ERROR
     assert failed.stderr.splitlines()[-1].startswith("postroom: Malformed records")
     assert "Exception" not in failed.stderr
@@ -369,10 +370,9 @@ def test_what_a_pipeline_writes_is_for_whom_the_umask_says(umask: int, mode: int
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_while_java_starts_ends_java_too(tmp_path: Path) -> None:
-    environment = {**os.environ, "POSTROOM_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
-    provide_java(environment)
+def test_ctrl_c_while_java_starts_ends_java_too(quick_java: dict[str, str], tmp_path: Path) -> None:
+    environment = {**os.environ, **quick_java, "XDG_CACHE_HOME": str(tmp_path)}
+    environment["POSTROOM_DATABASE_URL"] = "postgresql://nobody@127.0.0.1:1/none"
     command = [sys.executable, "-m", "cli", "pipeline", "run", "rate-telemetry"]
     with subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

