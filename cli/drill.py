@@ -40,7 +40,7 @@ def drill() -> None:
 @app.command()
 def restore(*, state: State = None) -> None:
     """Put an older Postgres and an older outbox back, recover by the documented commands, and count."""
-    perform(state, HandledStack, lambda *given: RestoreDrill(*given).run())
+    perform(state, lambda *given: RestoreDrill(*given).run())
 
 
 class RestoreDrill:

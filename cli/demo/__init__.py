@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from cli.demo.acts import EVENTS, Demo
-from cli.demo.stage import DemoStack, HandledStack, Receiver, Stage
+from cli.demo.stage import HandledStack, Receiver, Stage
 from cli.noun import noun
 from cli.stack import fatal_failures
 from cli.stack.layout import Layout
@@ -40,10 +40,10 @@ def demo(*, state: State = None) -> None:
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
         )
         raise Fatal(Exit.UNAVAILABLE, sentence)
-    perform(state, DemoStack, lambda *given: Demo(*given).run())
+    perform(state, lambda *given: Demo(*given).run())
 
 
-def perform(state: Path | None, kind: type[HandledStack], run: Callable[[HandledStack, Stage, Receiver], bool]) -> None:
+def perform(state: Path | None, run: Callable[[HandledStack, Stage, Receiver], bool]) -> None:
     """Run something on a new stack in `state`, or in a directory that is removed afterwards, and stop the stack.
 
     Raises `Fatal` where `run` says that a number is wrong, and where there is an outbox already.
@@ -57,7 +57,7 @@ def perform(state: Path | None, kind: type[HandledStack], run: Callable[[Handled
         if layout.outbox_file.exists():
             raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory")
         with supervising(layout), Receiver() as receiver:
-            stack = kind(directory, receiver)
+            stack = HandledStack(directory, receiver)
             try:
                 holds = run(stack, Stage(), receiver)
             finally:

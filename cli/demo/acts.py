@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from cli.demo.counts import ANSWER, TOPIC, Broker, Outbox, Reported, compare
-from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, HandledStack, Receiver, Stage, wait
+from cli.demo.stage import CONSUMER, EXAMPLES, POISON, WAIT_SECONDS, AgentProgram, HandledStack, Receiver, Stage, wait
 from cli.stack.layout import MESH
 from postroom import BrokerClient, Client, PostroomError
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
@@ -31,9 +31,10 @@ _SENT_AGAIN: Final = 500  # events
 
 
 class Demo:
-    """One run on a stack of its own; `run` returns whether every number holds."""
+    """One run on a stack of its own, with an agent; `run` returns whether every number holds."""
 
     def __init__(self, stack: HandledStack, stage: Stage, receiver: Receiver) -> None:
+        stack.programs.append(AgentProgram(stack))
         self.stack = stack
         self.stage = stage
         self.receiver = receiver

@@ -146,14 +146,6 @@ class HandledStack(Stack):
         self.programs.append(self.consumer)
 
 
-class DemoStack(HandledStack):
-    """The same with an agent."""
-
-    def __init__(self, state: Path, receiver: Receiver) -> None:
-        super().__init__(state, receiver)
-        self.programs.append(AgentProgram(self))
-
-
 class ConsumerProgram(PageProgram):
     """The consumer of every event of the mesh."""
 
