@@ -153,7 +153,7 @@ async def test_tokens_that_would_cross_the_network_unencrypted_are_warned_of(
     first = await process.stderr.readline()
     process.terminate()
     lines = [json.loads(line) for line in (first + (await process.communicate())[1]).splitlines()]
-    warnings = {line["event"]: line["advice"] for line in lines if line["level"] == "warning"}
+    warnings = {line["event"]: line.get("advice", "") for line in lines if line["level"] == "warning"}
     assert ("set tls_cert and tls_key" in warnings.get("tokens_unencrypted", "")) is warns
 
 
