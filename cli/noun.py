@@ -6,7 +6,6 @@ from standard input (`-`), or all that a filter matches.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import re
@@ -250,6 +249,8 @@ class BrokerPlace(NamedTuple):
         self, work: Callable[[BrokerClient], Awaitable[T]], *, patience: float = PATIENCE, timeout: float = TIMEOUT
     ) -> T:
         """Run `work` with a client of the broker; `patience` and `timeout` are in seconds."""
+        import asyncio  # noqa: PLC0415 - the daemon's commands do without it
+
         from postroom import BrokerClient  # noqa: PLC0415
 
         if (url := self.url) is None:
@@ -307,6 +308,8 @@ class OutboxPlace(NamedTuple):
         """Ask the broker, or the application's database if one is named."""
         if (database := self.database) is None:
             return self.broker.ask(broker, timeout=timeout)
+        import asyncio  # noqa: PLC0415
+
         from postroom.delivery.applications import open_application  # noqa: PLC0415
 
         async def run() -> T:

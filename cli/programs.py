@@ -5,7 +5,6 @@ A program is imported when it is run: what people type to ask a running one need
 
 from __future__ import annotations
 
-import asyncio
 import os
 from functools import partial
 from pathlib import Path
@@ -81,6 +80,8 @@ def rotate_token(*, config: Config = None) -> None:
 @daemons.command()
 def check(*, config: Config = None, as_json: Json = False) -> None:
     """Show the effective config with secrets masked, and try every server and file in it."""
+    import asyncio  # noqa: PLC0415 - `postroom outbox` does without it
+
     from daemon.checks import check as find  # noqa: PLC0415
     from postroom.chassis.config import effective  # noqa: PLC0415
 
@@ -165,6 +166,8 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accepted message has all its rows; exit code 1 if one has not."""
     if not as_json:
         of_broker("orphan-check", config=config)
+    import asyncio  # noqa: PLC0415
+
     from broker.__main__ import find_orphans  # noqa: PLC0415
     from broker.config import events_kept, load_config  # noqa: PLC0415
 
