@@ -51,7 +51,7 @@ async def run_under_faults(chain: Chain, *, messages: int, faults: int, seed: in
 
 @pytest.mark.timeout(600)
 async def test_every_accepted_message_has_its_effect_once_whatever_is_killed(chain, handler, database_url):
-    await run_under_faults(chain, messages=2500, faults=4 * len(FAULTS), seed=7)
+    await run_under_faults(chain, messages=1250, faults=2 * len(FAULTS), seed=7)
     await everything_has_its_effect_once(chain, handler, database_url)
 
 

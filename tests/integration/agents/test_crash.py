@@ -25,9 +25,10 @@ from postroom.delivery.agents.turns import Turns
 TESTS = Path(__file__).parents[2]
 MAX_DELIVER = 5  # of the crashing agent
 ORDERS_PER_RUN = 12  # in four groups: enough for each of the points to be reached
+IN_A_GROUP = (1, 2, 3, 4, 6, 7, 12)  # the ends of groups of three orders, and of six messages, and what is between
 POINTS = [
     *((f"{when} {what}", call) for when in ("before", "after") for what in ("commit", "mark") for call in range(1, 5)),
-    *((f"{when} {what}", call) for when in ("before", "after") for what in ("publish", "ack") for call in range(1, 13)),
+    *((f"{when} {what}", call) for when in ("before", "after") for what in ("publish", "ack") for call in IN_A_GROUP),
 ]
 Run = Callable[[str, int], Awaitable[int]]
 
@@ -79,7 +80,7 @@ async def check_everything_happened_once(orders: int, context: Context, director
 async def test_each_effect_happens_once_whatever_point_the_agent_is_killed_at(
     context: Context, run: Run, tmp_path: Path
 ):
-    assert len(POINTS) == 64
+    assert len(POINTS) == 44
     orders = await crash_at(POINTS, context, run)
     await check_everything_happened_once(orders, context, tmp_path)
     async with running_agent(context, tmp_path, ack_wait_seconds=0.3) as running:

@@ -23,7 +23,7 @@ from postroom import AsyncClient
 MESSAGES = 80  # before each start
 SECONDS = 60.0  # far more than a daemon takes to its end
 PAUSE = 0.05  # seconds between two messages that come later
-KILLS = 5  # at each point
+KILLS = 3  # at each point
 POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "after-settle")
 
 FATAL = """
