@@ -58,13 +58,14 @@ class CommandLine:
         assert process.returncode is not None
         return Ended(process.returncode, output.decode(), said.decode())
 
+    async def begin(self, agent: str) -> Piped:
+        """Run what `postroom agent run` becomes, as other tests do."""
+        return await Piped.start(["-m", "postroom.worker", "agent", "--", agent], self.environment)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the example for the length of the block, from when it is ready on; it has to stop in order.
-
-        What runs is what `postroom agent run` becomes, as other tests do.
-        """
-        process = await Piped.start(["-m", "postroom.worker", "agent", "--", AGENT], self.environment)
+        """Run the example for the length of the block, from when it is ready on; it has to stop in order."""
+        process = await self.begin(AGENT)
         lines = [line async for line in until_ready(process.stderr)]
         assert b'"event":"ready"' in lines[-1], lines
         yield
@@ -324,13 +325,13 @@ async def test_a_message_that_leaves_a_task_behind_which_ends_the_process_is_a_d
     context = command_line.context
     await context.publish(["poison"], b"{}", f"cmd.{context.name}.default.leaving.run")
     for _ in range(2):
-        ended = await command_line.run("run", "leaving:Leaving")
-        assert ended.code == 1
+        code, said = await (await command_line.begin("leaving:Leaving")).communicate()
+        assert code == 1
         sentence = (
             f"a task or a callback that users' code left behind raised SystemExit ({tmp_path}/leaving.py, line 18)"
         )
-        assert sentence in ended.said
-    process = await command_line.start("run", "leaving:Leaving")
+        assert sentence in said.decode()
+    process = await command_line.begin("leaving:Leaving")
     await settled(context, "leaving_consumer", f"{context.name}_COMMANDS".upper())
     process.terminate()
     _, said = await process.communicate()
@@ -374,7 +375,7 @@ async def test_a_process_that_an_agent_forks_is_no_second_agent(
     (tmp_path / "forking.py").write_text(FORKING.replace("HOW", how) + once)
     command_line.environment["PYTHONPATH"] = str(tmp_path)
     context = command_line.context
-    process = await command_line.start("run", "forking:Forking")
+    process = await command_line.begin("forking:Forking")
     await context.publish(["before", "fork", "after"], b"{}", f"cmd.{context.name}.default.forking.run")
     await settled(context, "forking_consumer", f"{context.name}_COMMANDS".upper())
     await context.publish(["later"], b"{}", f"cmd.{context.name}.default.forking.run")

@@ -21,6 +21,7 @@ from support.hostile import byte_writer, odd_messages, quiet_logs
 from support.jetstream import Context
 from support.mailroom import worker
 from support.waiting import until_so
+from support.zygote import Piped
 
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate, open_rooms
@@ -221,11 +222,9 @@ async def test_a_flow_that_cannot_run_ends_the_worker(office: Office, flow: str,
         "POSTROOM_WORKER_NATS_URL": "nats://127.0.0.1:1",
         "POSTROOM_WORKER_FLOWS": flow,
     }
-    command = tethered([sys.executable, "-m", "postroom.worker", "run"])
-    ended = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, sentence in ended.stderr) == (78, True), ended.stderr
+    worker = await Piped.start(["-m", "postroom.worker", "run"], environment)
+    code, said = await worker.communicate()
+    assert (code, sentence in said.decode()) == (78, True), said
 
 
 def _there(file: Path) -> Callable[[], Awaitable[bool]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
@@ -17,8 +16,8 @@ from support.handlers import serving
 from support.jetstream import Context
 from support.mailroom import worker
 from support.waiting import until_so
+from support.zygote import Piped
 
-from embedded.processes import tethered
 from postroom._wire.programs import Program
 from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
@@ -73,12 +72,10 @@ async def test_a_worker_that_cannot_work_so_is_refused_at_its_start(
     config = tmp_path / "worker.toml"
     both = agent(context, tmp_path / "one") + agent(context, tmp_path / "two")
     config.write_text(f'[nats]\nurl = "nats://127.0.0.1:1"\n{nats}\n{both}')
-    command = tethered([sys.executable, "-m", "postroom.worker", "run", "--config", str(config)])
-    ended = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, "PYTHONPATH": str(EXAMPLES)}, stderr=asyncio.subprocess.PIPE
-    )
-    _, said = await ended.communicate()
-    assert (ended.returncode, sentence in said) == (78, True), said
+    words = ["-m", "postroom.worker", "run", "--config", str(config)]
+    worker = await Piped.start(words, {**os.environ, "PYTHONPATH": str(EXAMPLES)})
+    code, said = await worker.communicate()
+    assert (code, sentence in said) == (78, True), said
 
 
 async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(

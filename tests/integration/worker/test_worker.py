@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from support.mailroom import worker
 from support.operated import operated_broker
 from support.terminal import Terminal
 from support.waiting import until_so
+from support.zygote import Piped
 
 from broker.authentication import Member
 from broker.config import RetentionConfig
@@ -481,9 +481,9 @@ async def test_a_wrong_config_or_schema_ends_it_with_78_and_a_sentence(
 ) -> None:
     file = tmp_path / "worker.toml"
     file.write_text(settings.replace("{url}", database_url))
-    command = [sys.executable, "-m", "postroom.worker", "run", "--config", str(file)]
-    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-    assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (78, True, False), ended.stderr
+    worker = await Piped.start(["-m", "postroom.worker", "run", "--config", str(file)], os.environ)
+    code, told = await worker.communicate()
+    assert (code, said in told.decode(), b"Traceback" in told) == (78, True, False), told
 
 
 async def holds(js: Any, stream: str, messages: int) -> bool:
