@@ -58,7 +58,7 @@ lap() {  # notes in the file `laps` how many microseconds it is since the lap be
 }
 until_it_is_so() {
     SECONDS=0
-    until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.5; done
+    until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 1; done
 }
 """
 UP = """
