@@ -196,6 +196,7 @@ def _become(words: list[str], environment: dict[str, str], directory: str, outpu
     match words:
         case ["-m", module, *arguments]:
             sys.argv = [module, *arguments]
+            sys.modules.pop(f"{module}.__main__", None)  # runpy would warn, on standard error, that it is there
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", text, *arguments]:
             sys.argv = ["-c", *arguments]

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
-import subprocess
-import sys
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from support.databases import migrated_database, postgres_of_its_own
+from support.zygote import Forked, shared
 
 from broker import server
 from broker.app import Services, build
@@ -27,7 +27,6 @@ from broker.config import BrokerConfig
 from broker.database import migrate
 from broker.server import open_services
 from embedded import EmbeddedPostgres
-from embedded.processes import tethered
 from postroom._wire.accept import AcceptAnswer, AcceptResponse
 from postroom._wire.message import Envelope, check_envelope, prepare
 
@@ -312,7 +311,7 @@ def waiting_for_lock(postgres: asyncpg.Connection[asyncpg.Record]) -> Callable[[
 class BrokerProcess:
     """A broker as a process of its own, at `url`."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
 
     def kill(self) -> None:
@@ -337,16 +336,16 @@ def config_file(migrated: BrokerConfig, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def broker_process(config_file: Path) -> AsyncIterator[BrokerProcess]:
-    command = tethered([sys.executable, "-m", "broker", "--config", str(config_file)])
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)  # noqa: ASYNC220 - starting takes no time
-    assert process.stderr is not None
-    started = json.loads(await asyncio.to_thread(process.stderr.readline))
-    log = asyncio.create_task(asyncio.to_thread(process.stderr.read))  # or it would wait for somebody to read it
-    yield BrokerProcess(process, started["url"])
-    process.kill()
-    process.wait()
-    await log
-    process.stderr.close()
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as output:
+        process = shared().start(["-m", "broker", "--config", str(config_file)], os.environ, output)
+    with os.fdopen(reading, "rb") as said:
+        started = json.loads(await asyncio.to_thread(said.readline))
+        log = asyncio.create_task(asyncio.to_thread(said.read))  # or it would wait for somebody to read it
+        yield BrokerProcess(process, started["url"])
+        process.kill()
+        process.wait()
+        await log
 
 
 @pytest.fixture
