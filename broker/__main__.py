@@ -85,7 +85,6 @@ COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Coroutine[Any, Any, Exit]]
 
 def main(command: str, config_file: Path | None) -> int:
     """Load the config and run one of `COMMANDS`; a `Fatal` becomes one sentence and its exit code."""
-    logs.configure()  # for what is wrong with the config that does not end the start
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)

@@ -60,9 +60,7 @@ pipelines = noun()
 def run_daemon(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> None:
     """Accept, keep and relay until a signal says stop."""
     from daemon.__main__ import run  # noqa: PLC0415
-    from postroom.chassis import logs  # noqa: PLC0415
 
-    logs.configure()  # for what is wrong with the config that does not end the start
     raise SystemExit(run(daemon_config(config), accept_lost_ids=accept_lost_ids))
 
 

@@ -46,7 +46,6 @@ async def run(config: ConsoleConfig) -> Exit:
 
 def main(config_file: Path | None) -> int:
     """Load the config and run; a `Fatal` becomes one sentence and its exit code."""
-    logs.configure()  # for what is wrong with the config that does not end the start
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)

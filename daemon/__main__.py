@@ -30,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="TOML file; without it the environment alone is used")
     parser.add_argument("--accept-lost-ids", action="store_true", help="start with an outbox that lost rows")
     options = parser.parse_args(arguments)
-    logs.configure()  # for what is wrong with the config that does not end the start
     try:
         config = load_config(options.config)
     except Fatal as fatal:

@@ -7,11 +7,9 @@ inside a value is marked with `SECRET`.
 """
 
 import os
-import re
 import ssl
 import stat
 import tomllib
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -39,7 +37,6 @@ LogLevel = Annotated[
 
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"
-_PASSWORD: Final = re.compile(r"://[^\s:/@]*:[^\s/@]+@|[?&]password=|\b(?:nats|tls)://[^\s/@]+@")  # the last is a token
 _NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)
 
 
@@ -217,19 +214,12 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:  # also a pipe, as of a shell's <(…)
-            mode = os.fstat(stream.fileno()).st_mode
-            tree = tomllib.loads(read_whole(stream).decode("utf-8-sig"))  # some editors begin with a byte order mark
+            return tomllib.loads(read_whole(stream).decode("utf-8-sig"))  # some editors begin with a byte order mark
     except OSError as error:
         detail = f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"
         raise Fatal(Exit.CONFIG, detail) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}; see docs/configuration.md") from error
-    if stat.S_ISREG(mode) and mode & stat.S_IROTH and _PASSWORD.search(str(tree)):
-        advice = f"chmod o-r {file}, and change the password"
-        warnings.warn(
-            f"every user can read the config {file}, which has a password in an address: {advice}", stacklevel=2
-        )
-    return tree
 
 
 def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

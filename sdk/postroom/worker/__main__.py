@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom._wire.retry import error_text
-from postroom.chassis import import_quickly, logs
+from postroom.chassis import import_quickly
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.handlers import end_within
 
@@ -32,9 +32,8 @@ _LEAVE_SECONDS: Final = 5.0  # for what users' code does at the end of a process
 def main() -> int:
     """Run the verb; a `Fatal` becomes a sentence and its exit code."""
     options = _parser().parse_args()
-    import_quickly()
-    logs.configure()  # for what is wrong with a config that does not end the start
     try:
+        import_quickly()
         options.do(options)
     except Fatal as fatal:
         return fatal.report(options.program)

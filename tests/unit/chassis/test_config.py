@@ -1,4 +1,3 @@
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -182,23 +181,3 @@ def test_a_path_that_leads_nowhere_is_refused_with_its_key(tmp_path, path):
 def test_an_empty_path_is_refused_instead_of_meaning_the_working_directory(tmp_path):
     assert "state: " in refusal(write(tmp_path, 'mesh = "sea"\nstate = ""'))
     assert "state: " in refusal(write(tmp_path, 'mesh = "sea"'), {"P_STATE": ""})
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "warns"),
-    [
-        ('mesh = "sea"\npassword = "postgresql://sea:salt@host/sea"', 0o644, True),
-        ('mesh = "sea"\npassword = "postgresql://sea:salt@host/sea"', 0o640, False),
-        ('mesh = "sea"\npassword = "postgresql://host/sea?user=sea&password=salt"', 0o604, True),
-        ('mesh = "sea"\npassword = "nats://token@host:4222"', 0o644, True),
-        ('mesh = "sea"\npassword = "postgresql://sea@/sea"  # or postgresql://sea:salt@host/sea', 0o644, False),
-    ],
-)
-def test_a_config_whose_password_every_user_can_read_is_warned_of(tmp_path, text, mode, *, warns):
-    file = write(tmp_path, text)
-    file.chmod(mode)
-    with warnings.catch_warnings(record=True, action="always") as found:
-        assert load(Config, file, prefix="P_", environ={}).mesh == "sea"
-    advice = f"chmod o-r {file}, and change the password"
-    sentence = f"every user can read the config {file}, which has a password in an address: {advice}"
-    assert [str(warning.message) for warning in found] == [sentence] * warns

@@ -21,17 +21,8 @@ def test_every_setting_says_what_it_does() -> None:
     assert [setting.path for setting in settings(ConsumerConfig) if not setting.description] == []
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """The example, where it is installed: it has a password, and not every user can read it."""
-    file = tmp_path / "consumer.toml"
-    file.write_bytes(EXAMPLE.read_bytes())
-    file.chmod(0o640)
-    return file
-
-
-def test_the_example_is_a_config_whose_passwords_are_masked(example: Path) -> None:
-    config = load_config(example, {})
+def test_the_example_is_a_config_whose_passwords_are_masked() -> None:
+    config = load_config(EXAMPLE, {})
     shown = {".".join(setting.path): value for setting, value in effective(config)}
 
     assert (config.context, config.consumer.durable, config.handler.secret_file) == ("orders", "billing", None)
@@ -39,8 +30,8 @@ def test_the_example_is_a_config_whose_passwords_are_masked(example: Path) -> No
     assert config.stream is not None  # the context's default, declared where it is missing
 
 
-def test_a_variable_overrides_the_file(example: Path) -> None:
-    config = load_config(example, {f"{PREFIX}CONSUMER_MAX_DELIVER": "3", f"{PREFIX}LISTEN_PORT": "0"})
+def test_a_variable_overrides_the_file() -> None:
+    config = load_config(EXAMPLE, {f"{PREFIX}CONSUMER_MAX_DELIVER": "3", f"{PREFIX}LISTEN_PORT": "0"})
 
     assert (config.consumer.max_deliver, config.listen_port) == (3, 0)
 
@@ -100,14 +91,14 @@ def test_an_option_whose_value_is_wrong_is_named(wrong: dict[str, Any], said: st
 
 
 @pytest.mark.parametrize("subject", ["demo.event.", "demo.*event", "demo event", ">.event"])
-def test_a_filter_that_no_message_can_have_is_refused_before_nats_is_asked(example: Path, subject: str) -> None:
+def test_a_filter_that_no_message_can_have_is_refused_before_nats_is_asked(subject: str) -> None:
     wrong = r"filter_subjects.*a subject: words joined by dots, `\*` for any one word, a last `>`"
     with pytest.raises(Fatal, match=wrong) as refused:
-        load_config(example, {f"{PREFIX}CONSUMER_FILTER_SUBJECTS": subject})
+        load_config(EXAMPLE, {f"{PREFIX}CONSUMER_FILTER_SUBJECTS": subject})
     assert refused.value.exit_code == Exit.CONFIG
 
 
-def test_what_may_be_published_again_must_be_remembered_for_longer(example: Path) -> None:
+def test_what_may_be_published_again_must_be_remembered_for_longer() -> None:
     with pytest.raises(Fatal, match=r"inbox\.keep_days \(7\) is not longer than inbox\.horizon_days \(7\)") as refused:
-        load_config(example, {f"{PREFIX}INBOX_KEEP_DAYS": "7"})
+        load_config(EXAMPLE, {f"{PREFIX}INBOX_KEEP_DAYS": "7"})
     assert refused.value.exit_code == Exit.CONFIG
