@@ -229,6 +229,6 @@ async def _type(run: Run, settings: dict[str, str], *words: str) -> None:
 
 async def _until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     try:
-        await until_so(condition, PATIENCE)
+        await until_so(condition, what, seconds=PATIENCE)
     except TimeoutError:
         raise Missed(f"not within {PATIENCE:.0f} s: {what}") from None
