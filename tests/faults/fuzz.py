@@ -208,7 +208,7 @@ async def _still_reading(chain: Chain, handler: CountingHandler) -> None:
         )
 
     try:
-        await until_so(arrived, PATIENCE)
+        await until_so(arrived, seconds=PATIENCE)
     except TimeoutError:
         raise Missed("a reader is stuck: an event or a command does not arrive any more") from None
 
