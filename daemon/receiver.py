@@ -21,7 +21,7 @@ from nats.js.errors import NotFoundError
 
 from broker_client import BrokerClientSettings
 from broker_client.channel import TokenFile
-from inbox import Broken, Inbox, InboxSettings, unavailable
+from inbox import Broken, Durable, Inbox, InboxSettings, unavailable
 from postroom._wire import spans
 from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
@@ -50,6 +50,7 @@ _BATCH: Final = 200  # messages that share a transaction
 _CLOSE_SECONDS: Final = 5.0  # longest wait for the batches in hand where the inbox has failed
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
 _RETRY_SECONDS: Final = 1.0  # between two tries to write to a full disk
+_OPENING: Final = "postroom-inbox-opening"  # in the metadata of a durable
 _PAGE: Final = 200  # messages of the history asked for, and filed, at once
 
 _decode: Final = msgspec.json.Decoder(HistoryMessage).decode
@@ -229,11 +230,20 @@ class FileConsumer(Consumer):
         self._inbox = inbox
 
     async def made(self) -> None:
-        """Raise `Broken` for a file that is older: it is opened again with a new consumer, and this one is deleted."""
+        """Raise `Broken` for a file that is older: it is opened again with a new consumer, and this one is deleted.
+
+        The consumer notes in its metadata for which opening of the file it runs.
+        """
         stream = self._settings.stream
         info = await self._js.consumer_info(stream, self.durable)
-        acknowledged = 0 if info.ack_floor is None else info.ack_floor.consumer_seq
-        if await self._inbox.holds(self.durable, str(info.created), acknowledged):
+        said = info.config.metadata or {}
+        delivered, acknowledged = (
+            0 if number is None else number.consumer_seq for number in (info.delivered, info.ack_floor)
+        )
+        found = Durable(self.durable, str(info.created), delivered, acknowledged, said.get(_OPENING))
+        if await self._inbox.holds(found):
+            said = {**said, _OPENING: self._inbox.opening}
+            await self._js.add_consumer(stream, info.config.evolve(metadata=said))
             return
         _log.error("inbox_older", consumer=self.durable, advice="it is refilled from NATS and the broker")
         with suppress(NotFoundError, *NATS_ERRORS):  # where it stays, `postroom consumer delete` takes it

@@ -25,7 +25,7 @@ from postroom.chassis.sqlite import is_full
 from postroom.chassis.store import Answers, OwnedFile, Store, set_aside
 from postroom.errors import InvalidMessage, PostroomError, TryAgain
 
-__all__ = ["Broken", "Inbox", "InboxSettings", "MessageFilter", "Page", "StoredMessage", "unavailable"]
+__all__ = ["Broken", "Durable", "Inbox", "InboxSettings", "MessageFilter", "Page", "StoredMessage", "unavailable"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,16 @@ class Received(NamedTuple):
     broker_message_id: str
 
 
+class Durable(NamedTuple):
+    """What NATS says of a durable consumer of the file."""
+
+    name: str
+    created: str  # when: one of the same name that was created again is another
+    delivered: int  # number of its last delivery
+    acknowledged: int  # number up to which all its deliveries are acknowledged
+    opening: str | None  # `Inbox.opening` when the file was last opened for it
+
+
 class Page(NamedTuple):
     """Some messages in order, and the position after which the next page begins: None where these are the last.
 
@@ -117,6 +127,7 @@ class Inbox:
         self._arrived = asyncio.Event()
         self.failed = store.failed  # set once the file or the disk failed
         self.id = state[0]  # of the file: a new one has another
+        self.opening = new_id()  # which the file and its consumer note: what they say tells a copy of either
         self.refill_after = state[1]  # history_id to refill from; None: no refill is needed
         self.refill_due = asyncio.Event()
         if self.refill_after is not None:
@@ -159,35 +170,35 @@ class Inbox:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def holds(self, consumer: str, created: str, acknowledged: int) -> bool:
-        """Return whether all is here that a durable consumer of its has acknowledged: `acknowledged` of its deliveries.
+    async def holds(self, consumer: Durable) -> bool:
+        """Return whether all is here that a durable consumer of its has acknowledged; then that has to note `opening`.
 
-        `created` says when it was. A file without all of it is an older copy. It becomes a file of its own: with a new
-        id, due to be refilled, its positions above all that were given. Then it has to be opened again. Of one with all
-        of it, `file` notes the deliveries from here on. One whose consumer was lost while it was closed may be an older
-        copy too: it is due to be refilled in the same way, under its id.
+        A file without all of it is an older copy: its number of deliveries is behind, or it was opened since. So is the
+        consumer of a NATS store that was put back, of which the file knows no better. It becomes a file of its own:
+        with a new id, due to be refilled, its positions above all that were given. Then it has to be opened again. Of
+        one with all of it, `file` notes the deliveries from here on. One whose consumer was lost while it was closed
+        may be an older copy too: it is due to be refilled in the same way, under its id.
         """
-        values = {"name": consumer, "created": created, "acknowledged": acknowledged}
-        values |= {"id": self._new_id(), "now": self._clock()}
+        values = consumer._asdict() | {"id": self._new_id(), "now": self._clock(), "new_opening": self.opening}
 
         def look(db: sqlite3.Connection) -> tuple[bool, bool]:
-            known, delivered = db.execute(_READ["consumer"], values).fetchone() or (None, 0)
-            older = acknowledged > (delivered if known == created else 0)
-            lost = not older and self._consumer is None and known not in (None, created)
-            if older:
-                db.execute(_WRITE["begin_again"], values)
-            elif known != created:
-                db.execute(_WRITE["begin_consumer"], values)
+            known, delivered, *openings = db.execute(_READ["consumer"], values).fetchone() or (None, 0)
+            if known == consumer.created:
+                older = consumer.acknowledged > delivered or consumer.opening not in openings
+            else:
+                older = consumer.acknowledged > 0 or consumer.opening is not None
+            lost = not older and self._consumer is None and known not in (None, consumer.created)
+            db.execute(_WRITE["begin_again" if older else "begin_opening"], values)
             if older or lost:
                 db.execute(_WRITE["refill"])
                 db.execute(_WRITE["pass_positions"], values)
             return not older, lost
 
         whole, lost = await self._store.write(look)
-        self._consumer = consumer
+        self._consumer = consumer.name
         self._doubted = self._doubted and not whole
         if lost:
-            _log.warning("inbox_consumer_lost", consumer=consumer, advice="the inbox is refilled from the broker")
+            _log.warning("inbox_consumer_lost", consumer=consumer.name, advice="the inbox is refilled from the broker")
             self.refill_after = 0
             self.refill_due.set()
         return whole

@@ -44,7 +44,9 @@ CREATE TABLE inbox_file (
 CREATE TABLE consumers (
     name      TEXT    PRIMARY KEY,
     created   TEXT    NOT NULL,                           -- when: one that is created again counts from one
-    delivered INTEGER NOT NULL DEFAULT 0 CHECK (delivered >= 0)  -- number of its last delivery that is in this file
+    delivered INTEGER NOT NULL DEFAULT 0 CHECK (delivered >= 0), -- number of its last delivery that is in this file
+    opening   TEXT    NOT NULL,                           -- of this file: the last in which it was this consumer's
+    opening_before TEXT                                   -- the one that NATS had noted then; NULL: none
 ) WITHOUT ROWID;
 
 PRAGMA application_id = 1347638345;  -- "PSTI"

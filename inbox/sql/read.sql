@@ -3,8 +3,8 @@
 SELECT id, refill_after, EXISTS (SELECT 1 FROM consumers) FROM inbox_file;
 
 -- name: consumer
--- When a consumer was created, and up to which of its deliveries the file has everything.
-SELECT created, delivered FROM consumers WHERE name = :name;
+-- When a consumer was created, up to which of its deliveries the file has everything, and the openings that NATS may have noted.
+SELECT created, delivered, opening, opening_before FROM consumers WHERE name = :name;
 
 -- name: newest
 -- The last position that was given.

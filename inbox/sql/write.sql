@@ -25,10 +25,12 @@ UPDATE inbox_file SET refill_after = :refill_after WHERE refill_after IS NOT NUL
 -- Note up to which delivery of a consumer the file has everything.
 UPDATE consumers SET delivered = :delivered WHERE name = :name AND delivered < :delivered;
 
--- name: begin_consumer
--- Count the deliveries of a consumer that is new.
-INSERT INTO consumers (name, created) VALUES (:name, :created)
-ON CONFLICT (name) DO UPDATE SET created = excluded.created, delivered = 0;
+-- name: begin_opening
+-- Note that the file was opened for a consumer. Deliveries of a new one count from one, and those of an older one from where it is.
+INSERT INTO consumers (name, created, opening, opening_before) VALUES (:name, :created, :new_opening, :opening)
+ON CONFLICT (name) DO UPDATE SET
+    delivered = iif(created = excluded.created, min(delivered, :delivered), 0),
+    created = excluded.created, opening = excluded.opening, opening_before = excluded.opening_before;
 
 -- name: begin_again
 -- Make an older copy a file of its own.

@@ -42,7 +42,7 @@ TABLES = (
 # The tables that hold anything, or did, but for the two that a migration fills: whoever counts rows counts their own.
 USED_TABLES = """
 SELECT string_agg(oid::regclass::text, ', ') FROM pg_class
-WHERE relkind = 'r' AND relnamespace::regnamespace NOT IN ('pg_catalog'::regnamespace, 'information_schema'::regnamespace)
+WHERE relkind = 'r' AND relnamespace::regnamespace::text NOT IN ('pg_catalog', 'information_schema')
   AND oid NOT IN ('mesh.incarnation'::regclass, 'postroom.schema_migration'::regclass) AND pg_relation_size(oid) > 0
 """
 ADMIN_TOKEN = "an administrator's token for tests"

@@ -147,6 +147,34 @@ async def test_an_older_copy_of_the_file_is_noticed_and_gets_what_it_lacks(
     assert consumer.name.endswith(inbox.id)
 
 
+async def test_an_older_copy_is_noticed_while_a_delivery_of_before_is_still_to_come_again(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    """Up to there, and no further, JetStream says what was acknowledged."""
+    running = await start()
+    await running.stop()
+    stream = f"{mesh}_INBOX".upper()
+    (consumer,) = await js.consumers_info(stream)
+    await publish(js, [message(1, mesh=mesh)])
+    (held,) = await (await js.pull_subscribe_bind(consumer.name, stream)).fetch(1)
+    second = await start()
+    await publish(js, [message(2, mesh=mesh)])
+    await second.filed(1)
+    await second.stop()
+    copy = (second.state / "inbox.db").read_bytes()
+    await held.in_progress()
+    third = await start()
+    await publish(js, [message(3, mesh=mesh)])
+    await third.filed(1)
+    await third.stop()
+    await held.in_progress()
+    assert ids_in(third.state) == ["id-2", "id-3"]
+    (third.state / "inbox.db").write_bytes(copy)
+    restored = await start()
+    await restored.filed(2)
+    assert sorted(ids_in(restored.state)) == ["id-1", "id-2", "id-3"]
+
+
 async def test_a_file_whose_consumer_was_lost_is_refilled_above_all_positions(
     start: Start, js: JetStreamContext, mesh: str
 ) -> None:

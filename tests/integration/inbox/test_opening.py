@@ -7,7 +7,7 @@ import pytest
 from support.inboxes import message
 from support.outboxes import START, Clock
 
-from inbox import Inbox
+from inbox import Durable, Inbox
 from postroom.errors import InvalidMessage, TryAgain
 
 OpenInbox = Callable[[], Awaitable[Inbox]]
@@ -23,6 +23,13 @@ def damage(database: Path) -> None:
     with database.open("r+b") as file:
         file.seek(database.stat().st_size // 4096 // 2 * 4096)
         file.write(b"\xff" * 4096)
+
+
+def durable(
+    name: str, created: str, acknowledged: int, *, delivered: int | None = None, opening: str | None = None
+) -> Durable:
+    """What NATS says of a consumer, by default of one to which nothing is still to come again."""
+    return Durable(name, created, acknowledged if delivered is None else delivered, acknowledged, opening)
 
 
 async def test_what_was_filed_is_there_after_a_restart(inbox: Inbox, open_inbox: OpenInbox) -> None:
@@ -72,17 +79,17 @@ async def test_a_file_that_was_removed_is_refilled_above_the_positions_that_it_g
 
 
 async def test_a_file_holds_what_it_has_noted_of_its_own_consumer(inbox: Inbox, open_inbox: OpenInbox) -> None:
-    assert await inbox.holds("alice", "monday", 0)
+    assert await inbox.holds(durable("alice", "monday", 0))
     await inbox.file([message(1)], delivered=7)
     await inbox.file([], delivered=9)
     await inbox.file([message(2)], delivered=8)  # redelivered to a batch that came to disk later
-    assert await inbox.holds("alice", "monday", 9)
-    assert await inbox.holds("alice", "tuesday", 0)  # a new consumer counts from one
+    assert await inbox.holds(durable("alice", "monday", 9))
+    assert await inbox.holds(durable("alice", "tuesday", 0))  # a new consumer counts from one
     await inbox.file([message(3)], delivered=2)
-    assert await inbox.holds("alice", "tuesday", 2)
-    assert await inbox.holds("bob", "wednesday", 0)  # the token's owner is another, and then the first again
+    assert await inbox.holds(durable("alice", "tuesday", 2))
+    assert await inbox.holds(durable("bob", "wednesday", 0))  # the token's owner is another, and then the first again
     await inbox.file([message(4)], delivered=1)
-    assert await inbox.holds("alice", "tuesday", 2)
+    assert await inbox.holds(durable("alice", "tuesday", 2))
     await inbox.close()
     again = await open_inbox()
     assert (again.id, again.refill_after) == (inbox.id, None)
@@ -93,15 +100,15 @@ async def test_a_file_holds_what_it_has_noted_of_its_own_consumer(inbox: Inbox, 
 async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_refilled(
     inbox: Inbox, open_inbox: OpenInbox, clock: Clock, created: str, acknowledged: int
 ) -> None:
-    assert await inbox.holds("alice", "monday", 0)
+    assert await inbox.holds(durable("alice", "monday", 0))
     await inbox.file([message(1)], delivered=7)
     (before,) = (await inbox.page(None, None, 10)).messages
     clock.forward(3600)
-    assert not await inbox.holds("alice", created, acknowledged)
+    assert not await inbox.holds(durable("alice", created, acknowledged))
     await inbox.close()
     again = await open_inbox()
     assert (again.id != inbox.id, again.refill_after) == (True, 0)
-    assert await again.holds("alice", "wednesday", 0)
+    assert await again.holds(durable("alice", "wednesday", 0))
     assert await again.file([message(1), message(2)]) == 1
     found = (await again.page(None, None, 10)).messages
     assert found[0] == before
@@ -109,21 +116,84 @@ async def test_a_file_that_lacks_what_was_acknowledged_becomes_another_that_is_r
     await again.close()
 
 
+async def test_a_file_holds_what_it_has_if_its_consumer_noted_this_opening_or_the_one_before(
+    inbox: Inbox, open_inbox: OpenInbox
+) -> None:
+    """A daemon that is killed while it opens the file may not come to have its consumer note it."""
+    noted, said = [], None
+    for noting in (False, True, False, False, True, True):
+        assert await inbox.holds(durable("alice", "monday", 0, opening=said))
+        said = inbox.opening if noting else said
+        noted.append(inbox.opening)
+        await inbox.close()
+        inbox = await open_inbox()
+    assert len(set(noted)) == len(noted)
+    assert inbox.refill_after is None
+    await inbox.close()
+
+
+async def test_a_file_that_was_opened_since_is_older_whatever_its_consumer_still_waits_for(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path
+) -> None:
+    """Also one from before its first consumer."""
+    await inbox.close()
+    copies = [database.read_bytes()]
+    said = None
+    for number in (1, 2):
+        opened = await open_inbox()
+        assert await opened.holds(durable("alice", "monday", 0, delivered=9, opening=said))
+        await opened.file([message(number)], delivered=number)
+        said = opened.opening
+        await opened.close()
+        copies.append(database.read_bytes())
+    database.write_bytes(copies.pop())
+    last = await open_inbox()
+    assert await last.holds(durable("alice", "monday", 0, delivered=9, opening=said))
+    said = last.opening
+    await last.close()
+    for copy in copies:
+        database.write_bytes(copy)
+        older = await open_inbox()
+        assert not await older.holds(durable("alice", "monday", 0, delivered=9, opening=said))
+        await older.close()
+        again = await open_inbox()
+        assert (again.id != last.id, again.refill_after) == (True, 0)
+        await again.close()
+
+
+async def test_a_consumer_that_came_back_older_has_its_deliveries_counted_from_where_it_is(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path
+) -> None:
+    assert await inbox.holds(durable("alice", "monday", 0))
+    await inbox.file([message(1)], delivered=100)
+    await inbox.close()
+    again = await open_inbox()
+    assert await again.holds(durable("alice", "monday", 40, delivered=50, opening=inbox.opening))
+    copy = database.read_bytes(), database.with_name("inbox.db-wal").read_bytes()
+    await again.file([message(2)], delivered=60)
+    await again.close()
+    database.write_bytes(copy[0])
+    database.with_name("inbox.db-wal").write_bytes(copy[1])
+    older = await open_inbox()
+    assert not await older.holds(durable("alice", "monday", 60, opening=again.opening))
+    await older.close()
+
+
 async def test_positions_of_an_older_file_go_on_above_those_that_were_given_while_the_clock_is_behind(
     inbox: Inbox, open_inbox: OpenInbox, database: Path, clock: Clock
 ) -> None:
-    assert await inbox.holds("alice", "monday", 0)
+    assert await inbox.holds(durable("alice", "monday", 0))
     await inbox.close()
     copy = database.read_bytes()
     lost = await open_inbox()
-    assert await lost.holds("alice", "monday", 0)
+    assert await lost.holds(durable("alice", "monday", 0))
     await lost.file([message(number) for number in range(1, 31)], delivered=30)
     given = (await lost.page(None, None, 100)).messages[-1].position
     await lost.close()
     database.write_bytes(copy)
     clock.forward(-86_400)
     older = await open_inbox()
-    assert not await older.holds("alice", "monday", 30)
+    assert not await older.holds(durable("alice", "monday", 30))
     await older.close()
     again = await open_inbox()
     await again.file([message(1)])
@@ -134,7 +204,7 @@ async def test_positions_of_an_older_file_go_on_above_those_that_were_given_whil
 async def test_a_reader_that_is_ahead_of_the_file_waits_until_that_was_compared(
     inbox: Inbox, open_inbox: OpenInbox, clock: Clock
 ) -> None:
-    assert await inbox.holds("alice", "monday", 0)
+    assert await inbox.holds(durable("alice", "monday", 0))
     await inbox.file([message(1)], delivered=1)
     (newest,) = (await inbox.page(None, None, 10)).messages
     ahead = str(newest.position + 1)
@@ -146,7 +216,7 @@ async def test_a_reader_that_is_ahead_of_the_file_waits_until_that_was_compared(
     with pytest.raises(TryAgain):
         await again.start(ahead, None)
     clock.forward(3600)
-    assert not await again.holds("alice", "monday", 2)
+    assert not await again.holds(durable("alice", "monday", 2))
     await again.close()
     restored = await open_inbox()
     assert await restored.start(ahead, None) == newest.position + 1
