@@ -85,6 +85,19 @@ async def test_a_job_whose_completion_failed_goes_on_with_it_though_answers_are_
     assert sorted(step.state for step in tree.activities) == ["done", "done", "stopped", "stopped"]
 
 
+async def test_a_step_that_fails_after_enough_was_answered_fails_nothing_unlike_the_completion(jobs: Jobs) -> None:
+    begun, ids, _ = await with_children(jobs, 2, 3)
+    late = await jobs.enter(ids[1])
+    assert await answer(jobs, ids[0])
+    with pytest.raises(Inactive):
+        await fail_activity(jobs.connection, late.activity, "the disk is full")
+    assert await jobs.job(begun.job) == ("closed", 2)
+    assert "job_failed" not in await jobs.events(begun.job)
+
+    await fail_activity(jobs.connection, ids[0], "the completion failed")
+    assert await jobs.job(begun.job) == ("failed", 2)
+
+
 async def test_a_threshold_below_zero_is_refused(jobs: Jobs) -> None:
     with pytest.raises(asyncpg.CheckViolationError):
         await start_job(jobs.connection, Start(uuid4(), "sea", "quorum", uuid4(), "ask", "null", -1))

@@ -603,7 +603,8 @@ BEGIN
   FROM judged LEFT JOIN marked ON true;
 END $$;
 
--- Fails an activity and its job, and says why; no ledger moves.
+-- Fails an activity and its job, and says why; no ledger moves. A job that is closed waits for its completion alone, which only
+-- the activity that closed it can fail.
 CREATE FUNCTION ledger.fail(activity uuid, error text)
 RETURNS TABLE (verdict text, state text, emitted bigint) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
@@ -617,7 +618,10 @@ BEGIN
   ), ended AS (
     UPDATE ledger.job SET state = 'failed', ended_at = clock_timestamp(), error = fail.error
     FROM judged
-    WHERE job.id = judged.id AND coalesce(job.state IN ('running', 'closed'), false)
+    WHERE job.id = judged.id AND coalesce(job.state = 'running' OR (job.state = 'closed' AND EXISTS (
+      SELECT FROM ledger.guid
+      WHERE guid.activity_id = judged.activity_id AND ledger.is_set(guid.ledger, 100000000000)
+    )), false)
     RETURNING job.id
   ), failed AS (
     UPDATE ledger.activity SET failed_at = clock_timestamp(), error = fail.error, owner = NULL, leased_until = NULL
