@@ -42,10 +42,11 @@ _DEFAULT_POLICY: Final = RetryPolicy()
 
 
 class Asker(NamedTuple):
-    """The activity that sent a request."""
+    """The activity that sent a request, and the mesh of its job, where alone it can be answered."""
 
     activity: UUID
     name: str
+    mesh: str
 
 
 async def set_aside(connection: Connection, activity: UUID, guid: str, answer: Answer | None, worker: str) -> bool:
@@ -142,17 +143,12 @@ class Engine:
         if not requests:
             return {}
         rows = await self._running.pool.fetch(QUERIES["find_requests"], requests, self.flow.name)
-        return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
+        return {row["id"]: Asker(row["activity"], row["name"], row["context"]) for row in rows}
 
     async def fail(self, activity: UUID, error: str) -> None:
         """Fail an activity and its job, visibly; does nothing where the job has ended."""
-        try:
-            async with self._running.pool.acquire() as connection:
-                await fail_activity(connection, activity, error)
-        except (Inactive, Missing):
-            return
-        self.counters.failed += 1
-        _log.error("activity_failed", activity=str(activity), error=error)
+        async with self._running.pool.acquire() as connection:
+            await self._fail(connection, activity, error)
 
     async def abandon(self, activity: UUID, error: str) -> None:
         """Fail an activity whose message came too often; raises `TryLater` while a worker runs it."""
@@ -193,18 +189,25 @@ class Engine:
             async with pool.acquire() as connection, connection.transaction():
                 await connection.execute(QUERIES["take_turn"], activity)
                 row = await connection.fetchrow(QUERIES["ask_again"], activity, request)
-            if row is None or row["verdict"] != "exhausted":
-                self.counters.asked_again += row is not None and row["verdict"] == "done"
-            else:
-                times = "once" if row["asked"] == 1 else f"{row['asked']} times"
-                error = f"no answer to the request {request}, asked {times}, each time for {row['seconds']:g} s"
-                await self.fail(activity, error)
+                if row is not None and row["verdict"] == "exhausted":  # no later look finds it: one commit with its end
+                    times = "once" if row["asked"] == 1 else f"{row['asked']} times"
+                    error = f"no answer to the request {request}, asked {times}, each time for {row['seconds']:g} s"
+                    await self._fail(connection, activity, error)
+            self.counters.asked_again += row is not None and row["verdict"] == "done"
 
     async def bring_back(self) -> None:
         """Have messages go out again that workers without their activity have set aside, where the flow here has it."""
         activities = list(self.flow.activities)
         rows = await self._running.pool.fetch(QUERIES["bring_back"], self.flow.name, activities, _MOST_BROUGHT_BACK)
         self.counters.brought_back += len(rows)
+
+    async def _fail(self, connection: Connection, activity: UUID, error: str) -> None:
+        try:
+            await fail_activity(connection, activity, error)
+        except (Inactive, Missing):
+            return
+        self.counters.failed += 1
+        _log.error("activity_failed", activity=str(activity), error=error)
 
     async def _set_aside(self, activity: UUID, name: str, guid: str, answer: Answer | None) -> bool:
         """Keep a message for another worker where this one does not have its activity; False: it has to run here."""

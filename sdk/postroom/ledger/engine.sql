@@ -27,9 +27,9 @@ SELECT ledger.is_set(ledger, 100000000000) AND NOT EXISTS (SELECT FROM ledger.re
 FROM ledger.activity WHERE id = $1;
 
 -- name: find_requests
--- Which activities of the flow $2 asked with the messages $1.
-SELECT request.id, activity.id AS activity, activity.name
-FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id
+-- Which activities of the flow $2 asked with the messages $1, and in which contexts.
+SELECT request.id, activity.id AS activity, activity.name, job.context
+FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
 WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2;
 
 -- name: find_late

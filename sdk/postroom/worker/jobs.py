@@ -90,9 +90,10 @@ class Due(NamedTuple):
 
 
 class Answering(NamedTuple):
-    """An event that names a request, which may be one of the flow's."""
+    """An event of a mesh that names a request, which may be one of the flow's there."""
 
     request: UUID
+    mesh: str
     event: str
     guid: str
 
@@ -123,7 +124,7 @@ def read(delivery: Delivery) -> Meaning:
     if request is None and _PRESENT in delivery.data:  # most events do not have the member, and need no decoding
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             request = _uuid(_decode_answering(delivery.data).answers)
-    return None if request is None else Answering(request, event, guid)
+    return None if request is None else Answering(request, subject.context, event, guid)
 
 
 def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
@@ -220,7 +221,7 @@ class JobHandler:
     def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
         """Return the leg 2 that an answer is for; None where the request is not the flow's."""
         asker = askers.get(answering.request)
-        if asker is None or not self._awaits(asker.name, answering.event):
+        if asker is None or asker.mesh != answering.mesh or not self._awaits(asker.name, answering.event):
             return None
         try:
             answer = answer_of(delivery, answering.request, answering.event)

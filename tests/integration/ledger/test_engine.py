@@ -24,7 +24,12 @@ from postroom.retry_policy import RetryPolicy
 COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"
 OVERDUE = "UPDATE ledger.request SET due_at = now() - interval '1 year' WHERE id = $1"  # longer than another test's
 
-
+NOTHING_FAILS = """
+CREATE OR REPLACE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN RAISE EXCEPTION 'the database system is starting up' USING ERRCODE = 'cannot_connect_now'; END $$;
+CREATE TRIGGER nothing_fails BEFORE UPDATE ON ledger.job FOR EACH ROW WHEN (NEW.state = 'failed')
+  EXECUTE FUNCTION pg_temp.refuse();
+"""
 OTHER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
@@ -107,7 +112,7 @@ async def test_a_cycle_of_what_sends_asks_again_and_each_answer_has_its_dimensio
     await running.engine.spawned(start.root, "extract", "spawned")
     for page in (2, 3, 4):
         *_, (request, _) = await running.commands(start)
-        assert await running.engine.find_askers([request, uuid4()]) == {request: (start.root, "extract")}
+        assert await running.engine.find_askers([request, uuid4()]) == {request: (start.root, "extract", "sea")}
         await running.answer(start, request, page)
 
     assert [body for _, body in await running.commands(start)] == [{"page": 1}, {"page": 2}, {"page": 3}]
@@ -373,6 +378,23 @@ async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(r
     await running.engine.ask_again("sea", None)
     why = f"no answer to the request {request}, asked 2 times, each time for 60 s"
     assert await running.ended(start) == ("failed", why)
+
+
+async def test_an_activity_fails_for_its_last_request_though_postgres_was_away_at_first(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned")
+    ((request, _),) = await running.commands(start)
+    await running.jobs.connection.execute("UPDATE ledger.request SET asked = 2 WHERE id = $1", request)
+    await running.jobs.connection.execute(OVERDUE, request)
+    await running.jobs.connection.execute(NOTHING_FAILS)
+    try:
+        with pytest.raises(asyncpg.CannotConnectNowError):
+            await running.engine.ask_again("sea", None)
+    finally:
+        await running.jobs.connection.execute("DROP TRIGGER nothing_fails ON ledger.job")
+    assert await running.engine.find_late() == ["sea"]
+    await running.engine.ask_again("sea", None)
+    assert (await running.ended(start))[0] == "failed"
 
 
 async def test_a_request_is_not_overdue_by_a_clock_that_is_ahead_nor_for_longer_once_that_is_set_back(

@@ -25,7 +25,7 @@ from support.zygote import Piped
 
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate, open_rooms
-from postroom.claims import Later, Outcome
+from postroom.claims import DONE, Later, Outcome
 from postroom.delivery.consumer import Consumer
 from postroom.delivery.message import Delivery
 from postroom.delivery.nats import connect
@@ -378,6 +378,29 @@ async def test_an_answer_that_waits_for_the_steps_of_others_keeps_its_request_in
     assert await office.connection.fetchval(STATES) == ["running", "running"]
     asking.go_on.set()
     await office.until_is(STATES, ["completed", "completed"])
+    await asking.close()
+
+
+async def test_an_event_of_another_mesh_answers_nothing(
+    office: Office, pool: asyncpg.Pool[asyncpg.Record], nats_url: str
+) -> None:
+    asking = Asking(office, pool, nats_url)
+    asking.go_on.set()
+    request = await asking.ask()
+    handler = JobHandler(asking.jobs.engines["asking"], asyncio.Semaphore(), lambda: None)
+    settled = asyncio.Event()
+
+    async def settle(_delivery: Delivery, outcome: Outcome) -> None:
+        assert outcome == DONE
+        settled.set()
+
+    headers = {"X-Causation-Id": str(request)}
+    foreign = Delivery("elsewhere.event.extracted.v1", b"{}", headers, "m-1", "S", 1, 1, datetime.now(UTC))
+    await handler.handle([foreign], settle)
+    assert settled.is_set()
+    assert await office.connection.fetchval(STATES) == ["running"]
+    await asking.answer(request)
+    await office.until_is(STATES, ["completed"])
     await asking.close()
 
 

@@ -54,7 +54,7 @@ def test_an_engines_event_that_says_something_else_is_refused(body: Any) -> None
 
 @pytest.mark.parametrize("cause", [str(REQUEST), f"{REQUEST}/1", f"{REQUEST}~extract_consumer.1", REQUEST.hex])
 def test_an_event_names_its_request_in_a_header_or_in_its_body(cause: str) -> None:
-    expected = Answering(REQUEST, "extracted", "m-1")
+    expected = Answering(REQUEST, "sea", "extracted", "m-1")
     assert read(delivery("extracted", {"rows": 1}, X_Causation_Id=cause)) == expected
     assert read(delivery("extracted", {"answers": cause})) == expected
 
