@@ -348,12 +348,15 @@ SELECT last_history_id, oldest FROM mesh.history_horizon(ARRAY[$1::integer]);
 SELECT mesh.begin_incarnation($1);
 
 -- name: find_cursor
--- The incarnation, the id of a mesh, and, where the cursor $2 lies among numbers that were skipped, the last one before.
+-- The incarnation, the id of a mesh, and, where the cursor $2 lies among numbers that were skipped or not given out yet, the
+-- last one before.
 SELECT incarnation.id AS incarnation, mesh.id AS mesh_id,
-  (
+  coalesce((
     SELECT gap.last_before FROM mesh.history_gap AS gap
     WHERE gap.mesh_id = mesh.id AND gap.last_before < $2 AND $2 < gap.history_floor
-  ) AS last_before
+  ), (
+    SELECT last FROM coalesce(mesh.last_history_id(mesh.id), 0) AS last WHERE $2 > last
+  )) AS last_before
 FROM (SELECT id FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1) AS incarnation
 LEFT JOIN mesh.mesh ON mesh.slug = $1;
 

@@ -100,6 +100,17 @@ async def test_a_restored_database_is_another_one_and_goes_on_above_all_numbers(
             assert len([each async for each in client.history(HistoryQuery(limit=2))]) == 6
 
 
+async def test_a_reader_above_every_number_that_was_given_out_is_told_though_nobody_said_restored(
+    broker: Any, message: Message
+) -> None:
+    alice = broker.member("alice")
+    last = (await alice.send_one(message("id-1"))).history_id
+    assert (await alice.get("/v1/history", after=last)).body["messages"] == []
+    gone = await alice.get("/v1/history", after=last + 1)
+    assert (gone.status, gone.code, gone.body["resume_after"]) == (410, "history_restored", last)
+    assert (await alice.get("/v1/messages")).status == 200
+
+
 async def test_a_mesh_that_is_made_anew_after_a_restore_repeats_no_number(
     own: Any, postgres_server: EmbeddedPostgres, start_broker: Any, message: Message
 ) -> None:
