@@ -107,7 +107,8 @@ class Jobs(Handlers):
                 if (one := jobs[job]) is None:
                     raise operations.missing(job)
                 if asked.dry_run:
-                    table.check(verb, f"the job {job}", one.state)
+                    if one.state not in table.states:
+                        raise operations.refusal(verb, job, one.state)
                     if verb in operations.FORESEEN:
                         async with self.reading(request) as connection:
                             await operations.FORESEEN[verb](connection, job)

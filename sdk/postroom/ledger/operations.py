@@ -144,8 +144,7 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
         if row is None:
             raise missing(job)
         if not row["done"]:
-            detail = f"the job {job} is {row['state']}: it must be running, closed or failed to be cancelled"
-            raise Conflict.of("job_ended", detail)
+            raise refusal("cancel", job, row["state"])
 
 
 async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
@@ -166,7 +165,7 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
         if row is None:
             raise missing(job)
         if not row["done"]:
-            raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[row['state']]}")
+            raise refusal("retry", job, row["state"])
 
 
 async def foresee_retry(connection: Connection, job: UUID) -> None:
@@ -182,6 +181,14 @@ async def foresee_retry(connection: Connection, job: UUID) -> None:
         lacks = f"{pruned['name']!r} has no answer to its request {pruned['id']}"
         detail = f"{lacks}, and the outbox has deleted that request by its age; start a new job"
         raise Conflict.of("request_pruned", f"the job {job} cannot be retried: {detail}")
+
+
+def refusal(verb: str, job: UUID, state: str) -> Conflict:
+    """Say why a verb cannot be done to a job in a state."""
+    if verb == "retry":
+        return Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[state]}")
+    detail = f"the job {job} is {state}: it must be running, closed or failed to be cancelled"
+    return Conflict.of("job_ended", detail)
 
 
 EFFECTS: Final = MappingProxyType({"retry": retry_job, "cancel": cancel_job})

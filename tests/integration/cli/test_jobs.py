@@ -297,7 +297,7 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     outcome = office.user.run("jobs", "retry", "-", "--reason", "mended", "--yes", stdin=listed)
     assert outcome.code == 1
     assert outcome.out == f"{jobs[0]} retried\n{jobs[2]} retried\n"
-    assert "it must be failed, and is running" in outcome.err
+    assert f"the job {jobs[1]} cannot be retried: it is running" in outcome.err
     assert [office.state(job) for job in jobs] == ["running"] * 3
 
 
@@ -338,14 +338,19 @@ def test_a_dry_run_of_a_retry_foresees_that_no_attempt_is_left(office: Office) -
     assert "start a new job" in would.sentence()
 
 
-def test_a_dry_run_says_why_a_job_cannot_be_changed(office: Office) -> None:
+def test_a_dry_run_says_why_a_job_cannot_be_changed_as_the_verb_does(office: Office) -> None:
     job = office.running()
     refused = office.user.run("jobs", "retry", str(job), "--dry-run")
-    assert (refused.code, refused.sentence()) == (
-        4, f"cannot retry the job {job}: it must be failed, and is running"
-    )  # fmt: skip
+    why = f"the job {job} cannot be retried: it is running: there is nothing to retry"
+    assert (refused.code, refused.sentence()) == (4, why)
     assert office.user.run("jobs", "cancel", str(job), "--dry-run").out == f"{job} would be cancelled\n"
     assert office.state(job) == "running"
+
+    assert office.user.run("jobs", "cancel", str(job), "--reason", "x", "--yes").code == 0
+    for verb in ("cancel", "retry"):
+        would = office.user.run("jobs", verb, str(job), "--dry-run")
+        did = office.user.run("jobs", verb, str(job), "--reason", "x", "--yes")
+        assert (would.code, would.sentence()) == (did.code, did.sentence())
 
 
 def test_a_list_longer_than_a_page_is_whole_and_in_order(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
