@@ -17,6 +17,7 @@ from broker.requests import decode_body
 from postroom._wire.nouns import Result
 from postroom._wire.once import KEYS, KeptKey, KeyDetails, KeyName, KeyNote, KeyPage, KeysQuery, key_held, key_missing
 from postroom._wire.sql import load_queries
+from postroom.chassis.clock import now
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.once import Scope
@@ -74,9 +75,10 @@ class Keys(Handlers):
                     row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
                     if row is None:
                         raise key_missing(str(scope))
-                    if asked.dry_run:
+                    until = row["lease_until"]
+                    if asked.dry_run and (until is None or until <= await now(connection)):
                         return name
-                    raise key_held(str(scope), row["owner"], row["lease_until"])
+                    raise key_held(str(scope), row["owner"], until)
 
                 done, failed = await each(asked.filter.keys, effect, lambda name: name.key)
             return json_response(Result[KeyName](dry_run=asked.dry_run, done=done, failed=failed))

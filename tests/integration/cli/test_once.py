@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.operated import operated_broker
+from support.operated import ADMIN_TOKEN, operated_broker
 from support.terminal import Outcome, Terminal
 
 from broker.database import migrate
+from postroom import BrokerClient
+from postroom._wire.once import KEYS, KeyName, KeyNames
 from postroom.chassis.ownership import this_user
 from postroom.once import open_registry
 
@@ -109,6 +111,26 @@ async def test_a_key_that_a_worker_holds_is_not_forgotten(url: str, terminal: Te
         refused = await run(terminal, "forget", "k-1", *NAMES, "--reason", "impatience", "--yes")
         assert refused.code == 4  # a conflict
         assert "is held by" in refused.err
+
+
+async def test_a_dry_run_tells_the_keys_that_can_be_forgotten_from_those_that_a_worker_holds(
+    database_url: str, short_directory: Path
+) -> None:
+    await migrate(database_url)
+    await do_once(database_url, "done")
+    wanted = KeyNames(
+        keys=[KeyName(tenant="acme", topic="orders", group="billing", key=key) for key in ("done", "held")]
+    )
+    with operated_broker(short_directory, database_url) as reach:
+        async with (
+            open_registry(database_url, group="billing") as registry,
+            BrokerClient(reach["POSTROOM_BROKER_URL"], ADMIN_TOKEN) as client,
+            registry.once("acme", "orders", "held"),
+        ):
+            for dry_run in (True, False):
+                result = await client.change(KEYS, "forget", wanted, reason="x", dry_run=dry_run)
+                assert [name.key for name in result.done] == ["done"]
+                assert [(one.id, one.problem.code) for one in result.failed] == [("held", "key_held")]
 
 
 async def test_a_place_without_keys_is_left_as_it_is(url: str, terminal: Terminal, tmp_path: Path) -> None:
