@@ -195,6 +195,19 @@ async def test_a_step_that_kills_its_worker_each_time_fails_the_job_after_its_at
     assert error == "attempt 2 of 2 of leg 2 ended without a result: its worker was killed, or lost its lease"
 
 
+async def test_a_job_that_a_clock_ahead_has_dated_runs_by_a_worker_that_comes_later(
+    office: Office, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go_on"
+    go_on.touch()
+    with office.worker("older_flow:older"):
+        await office.start("slow", "work", {"begun": str(tmp_path / "begun"), "go_on": str(go_on)})
+        await office.connection.execute("UPDATE ledger.job SET started_at = now() + interval '1 day'")
+        await office.until_is("SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL", 0)
+    with office.worker("slow_flow:flow"):
+        await office.until_is("SELECT state FROM ledger.job", "completed")
+
+
 async def test_jobs_of_a_newer_flow_get_past_a_worker_that_is_older(office: Office) -> None:
     with office.worker("older_flow:older"):
         jobs = [await office.start("deployed", "count") for _ in range(10)]

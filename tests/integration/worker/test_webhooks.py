@@ -258,6 +258,21 @@ async def test_a_worker_that_has_not_heard_of_the_deletion_posts_nothing_to_a_de
     assert bodies(handler) == {"1": 1}
 
 
+async def test_a_webhook_that_a_clock_ahead_has_dated_gets_what_is_accepted_once_that_is_set_back(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with serving() as handler, asyncpg.create_pool(database_url, min_size=1) as pool:
+        with mesh.worker():
+            webhook = await mesh.add(handler)
+            await mesh.begun(webhook)
+            await pool.execute("UPDATE mesh.webhook SET created_at = now() + interval '1 day'")
+            await until_so(lambda: pool.fetchval("SELECT created_at < now() FROM mesh.webhook"), "it is set back")
+            await mesh.send("1")
+            await handler.saw(1)
+            await settled(mesh.context, f"webhook__{webhook.id}")
+    assert bodies(handler) == {"1": 1}
+
+
 async def test_a_webhook_of_which_postgres_does_not_tell_is_asked_for_nothing_yet(
     mesh: Mesh, database_url: str
 ) -> None:

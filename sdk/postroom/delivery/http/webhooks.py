@@ -140,6 +140,7 @@ class Webhooks(Consumers[str, WebhookConsumer]):
 
     async def look(self, js: JetStreamContext) -> None:
         """Begin new webhooks, end deleted ones, and delete what those left."""
+        await self._pool.execute(QUERIES["set_back"])
         wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         if self._strays is None:
             self._strays = await self._find_strays(js)
@@ -147,6 +148,8 @@ class Webhooks(Consumers[str, WebhookConsumer]):
             gone = await self.end(key)
             _log.info("webhook_ended", webhook=key)
             self._strays.add((gone.stream, gone.webhook.durable))
+        for key in [key for key, kept in self.running.items() if kept.webhook != wanted[key]]:
+            await self.end(key)  # it begins again below, with its new time
         for key in wanted.keys() - self.running.keys() - self._unusable:
             webhook = wanted[key]
             try:

@@ -7,6 +7,10 @@ FROM mesh.webhook
 JOIN mesh.topic ON topic.id = webhook.topic_id
 JOIN mesh.mesh ON mesh.id = topic.mesh_id;
 
+-- name: set_back
+-- The clock was set back: a webhook that it had dated ahead gets what is accepted from now on.
+UPDATE mesh.webhook SET created_at = clock_timestamp() WHERE created_at > clock_timestamp();
+
 -- name: is_there
 -- Whether the webhook $1 is registered.
 SELECT EXISTS (SELECT FROM mesh.webhook WHERE id = $1::uuid);
