@@ -261,20 +261,6 @@ CREATE TRIGGER ended_stays BEFORE UPDATE ON postroom.inbox_messages
 
 -- Which messages need not be published again where a stream lost them.
 
--- Whether a message was handled: a consumer has it in its inbox as processed or dead, and none has it as waiting. A
--- webhook waits like any other, but what it has handled says nothing of those that the message is really for.
-CREATE FUNCTION postroom.is_confirmed(id text, subject text) RETURNS boolean LANGUAGE sql STABLE
-RETURN (
-  SELECT coalesce(
-    bool_and(num_nonnulls(inbox.processed_at, inbox.dead_at) > 0)
-      AND bool_or(NOT starts_with(inbox.consumer, 'webhook__')),
-    false
-  )
-  FROM postroom.inbox_messages AS inbox
-  WHERE inbox.source_context = postroom.context_of(is_confirmed.subject)
-    AND inbox.message_id = is_confirmed.id
-);
-
 -- How far work queues are known to be done with, so that what is taken out of one by hand can be distinguished from what was
 -- acknowledged: a work queue forgets both alike.
 
@@ -376,7 +362,7 @@ CREATE TABLE postroom.dead_letters (
   stream_sequence bigint,
   epoch integer NOT NULL DEFAULT 0 CHECK (epoch >= 0),
 
-  UNIQUE (context, letter_id),
+  UNIQUE (letter_id, context),
   CONSTRAINT a_letter_is_settled_by_somebody CHECK (num_nonnulls(act, settled_at, settled_by, why) IN (0, 4)),
   CONSTRAINT a_letter_holds_its_message_until_it_is_settled CHECK ((payload IS NULL) = (settled_at IS NOT NULL)),
   CONSTRAINT a_place_in_a_stream_is_whole CHECK (
@@ -393,6 +379,29 @@ CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) 
 CREATE INDEX dead_letters_settled ON postroom.dead_letters (context, settled_at, id) WHERE settled_at IS NOT NULL;
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
+
+-- The id of the letter of a message that a consumer has buried, as `letter_id` in sdk/postroom/delivery/dead_letters has it.
+CREATE FUNCTION postroom.letter_of(consumer text, message_id text) RETURNS text LANGUAGE sql STABLE
+RETURN CASE
+  WHEN length(consumer) + length(message_id) <= 249 THEN 'dead:' || consumer || ':' || message_id
+  ELSE 'sha256:' || encode(sha256(convert_to('dead:' || consumer || ':' || message_id, 'UTF8')), 'hex')
+END;
+
+-- Whether a message was handled: a consumer has it in its inbox as processed, or as dead with its letter, and none has it as
+-- waiting. A webhook waits like any other, but what it has handled says nothing of those that the message is really for.
+CREATE FUNCTION postroom.is_confirmed(id text, subject text) RETURNS boolean LANGUAGE sql STABLE
+RETURN (
+  SELECT coalesce(
+    bool_and(inbox.processed_at IS NOT NULL OR (inbox.dead_at IS NOT NULL AND EXISTS (
+        SELECT FROM postroom.dead_letters WHERE letter_id = postroom.letter_of(inbox.consumer, inbox.message_id)
+      )))
+      AND bool_or(NOT starts_with(inbox.consumer, 'webhook__')),
+    false
+  )
+  FROM postroom.inbox_messages AS inbox
+  WHERE inbox.source_context = postroom.context_of(is_confirmed.subject)
+    AND inbox.message_id = is_confirmed.id
+);
 
 -- The messages of dead letters that were replayed: nothing else has them from then on, and a stream may lose them before they
 -- are handled. Another program's letters may be of one message, whose replays are one message too.

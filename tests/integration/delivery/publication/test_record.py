@@ -13,13 +13,20 @@ import pytest
 from support.waiting import until, until_so
 
 from embedded import EmbeddedNats
+from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.unpublished import PublishedFilter
 from postroom.chassis.clock import now
+from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.publication import postgres
 from postroom.delivery.publication.postgres import EVENTS, redrive
 from postroom.delivery.publication.record import Record
 from postroom.delivery.settings import RecordSettings
 from postroom.errors import NotFound
+
+DEAD = """
+INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, dead_at, dead_reason)
+VALUES ($3, $1, $2, 'any', now(), 'poison')
+"""
 
 
 async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:
@@ -129,6 +136,27 @@ async def test_what_a_webhook_got_is_published_again_for_those_that_it_is_really
     await receive(office, [by_both, waiting], "now()")
     await receive(office, [by_both, by_webhook], "now()", "webhook__one")
     await receive(office, [waiting], "NULL", "webhook__one")
+    assert await office.compare(record := office.record()) == 0
+    await office.js.purge_stream(office.stream)
+    assert await office.compare(record) == 9
+
+
+@pytest.mark.parametrize("consumer", ["someone", "s" * 64])
+async def test_what_a_consumer_could_not_handle_is_published_again_until_its_letter_is_kept(
+    office: Any, running: Any, consumer: str
+) -> None:
+    await office.add_stream()
+    await publish(office, running, 10)
+    kept, unkept = [*(await office.ids())[:1], "m" * 255], (await office.ids())[1]
+    await office.pool.executemany(DEAD, [(office.context, identity, consumer) for identity in (*kept, unkept)])
+    for message_id in kept:
+        letter = DeadLetter(
+            message_id=message_id, original_subject="any", reason="poison", attempts=1, consumer=consumer
+        )
+        await RecordedLetters(office.pool, "another_mesh").keep(letter.with_data(b"{}"))
+    is_confirmed = "SELECT postroom.is_confirmed($1, $2 || '.event.any.v1')"
+    confirmed = [await office.pool.fetchval(is_confirmed, each, office.context) for each in (*kept, unkept)]
+    assert confirmed == [True, True, False]
     assert await office.compare(record := office.record()) == 0
     await office.js.purge_stream(office.stream)
     assert await office.compare(record) == 9
