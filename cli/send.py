@@ -35,6 +35,7 @@ app = noun()
 
 _WAIT_SECONDS: Final = 60.0
 MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
+_MAX_SKIPPED: Final = 256  # MiB of such a line that are read; one that goes on after that is the last
 
 
 @app.command()
@@ -246,13 +247,23 @@ class BulkSend:
             yield message
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield each line; of one that is too long, its beginning, which no parser takes."""
-        while line := self._stream.readline(MAX_LINE + 1):
-            self._bytes_read += len(line)
-            yield line
-            while len(line) > MAX_LINE and not line.endswith(b"\n"):
-                line = self._stream.readline(MAX_LINE + 1)
-                self._bytes_read += len(line)
+        """Yield each line; of one that is too long, its beginning, which no parser takes.
+
+        One without an end in sight, such as `/dev/zero`, is the last.
+        """
+        pieces = iter(partial(self._stream.readline, MAX_LINE + 1), b"")
+        for number, beginning in enumerate(pieces, 1):
+            piece, before = beginning, self._bytes_read
+            self._bytes_read += len(piece)
+            yield beginning
+            while len(piece) > MAX_LINE and not piece.endswith(b"\n"):
+                if self._bytes_read - before > _MAX_SKIPPED * 1024 * 1024:
+                    end = f"line {number} does not end within {_MAX_SKIPPED} MiB: it is the last that was read"
+                    with self._saying:
+                        note(f"postroom: {end}")
+                    return
+                piece = next(pieces, b"")
+                self._bytes_read += len(piece)
 
     def _fail(self, number: int, problem: Problem) -> None:
         with self._saying:

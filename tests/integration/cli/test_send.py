@@ -346,6 +346,14 @@ def test_a_line_beyond_every_limit_fails_alone(terminal: Terminal, tmp_path: Pat
     assert sent.err.startswith("line 2: ")
 
 
+def test_a_line_without_an_end_is_the_last_that_is_read(terminal: Terminal) -> None:
+    sent = terminal.process("send", "topic:orders", "--file", "/dev/zero")
+    assert (sent.code, sent.out) == (1, "0 queued, 0 duplicates, 1 failed\n")
+    refusal, end = sent.err.splitlines()
+    assert refusal.startswith("line 1: ")
+    assert end.startswith("postroom: line 1 does not end within 256 MiB: it is the last that was read")
+
+
 def test_ctrl_c_half_way_says_how_far_it_was(terminal: Terminal, daemon: LoneDaemon) -> None:
     running = terminal.start("send", "topic:orders", "-", "--json", "--id-prefix", "p", stdin=subprocess.PIPE)
     assert running.stdin is not None
