@@ -19,7 +19,8 @@ _MAX_SIZE_LINE: Final = 256  # bytes of the line before a chunk
 
 _TEXT: Final = rb"[\t\x20-\x7e\x80-\xff]*"
 _FIELD: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:" + _TEXT
-_HEAD: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: " + _TEXT + rb")?((?:\r\n" + _FIELD + rb")*)")
+_STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: " + _TEXT + rb")?(?=\r\n|$)")
+_HEAD: Final = re.compile(_STATUS.pattern + rb"((?:\r\n" + _FIELD + rb")*)")
 _ABOUT_BODY: Final = re.compile(
     rb"\r\n(content-length|transfer-encoding|content-encoding|content-type|connection):[\t ]*([^\r]*?)[\t ]*(?=\r|$)",
     re.IGNORECASE,
@@ -212,8 +213,11 @@ class AnswerReader:
             self._head_bytes += size
             found = _HEAD.fullmatch(data[:size])
             if found is None:
-                started = data.startswith(_HTTP)
-                raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
+                if not data.startswith(_HTTP):
+                    raise Garbled("it does not speak HTTP/1.1")
+                if _STATUS.match(data, 0, size) is None:
+                    raise Garbled("it does not begin with HTTP/1.1 and a status from 100 to 599")
+                raise Garbled("a header of its answer cannot be read")
             old, status, lines = found.groups()
             head = _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))._replace(lines=lines)
             if head.compressed and not self._opaque:

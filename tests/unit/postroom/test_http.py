@@ -131,6 +131,19 @@ def test_what_is_not_plainly_an_answer_is_none(kind: str, size: int) -> None:
         read(data, size)
 
 
+@pytest.mark.parametrize(
+    ("head", "fault"),
+    [
+        (b"HTTP/1.1 600 High\r\n\r\n", "it does not begin with HTTP/1.1 and a status from 100 to 599"),
+        (b"HTTP/1.2 200 OK\r\n\r\n", "it does not begin with HTTP/1.1 and a status from 100 to 599"),
+        (OK + b"A: \0\r\n\r\n", "a header of its answer cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_head_is_said(head: bytes, fault: str) -> None:
+    with pytest.raises(Garbled, match=fault):
+        read(head, len(head))
+
+
 def read(data: bytes, size: int) -> None:
     answer = AnswerReader()
     for at in range(0, len(data), size):
