@@ -114,10 +114,9 @@ def not_dated(row: ClaimedRow, wait_ms: int) -> Settlement:
 
 def _error_text(answer: AcceptAnswer) -> str:
     """Word `last_error` as `<code>: <detail>`, the form that the outbox's `code` filter reads."""
-    if answer.problem is None:
-        return f"http_{answer.status}: the broker gave no reason"
-    code = answer.problem.code if _CODE.fullmatch(answer.problem.code) else f"http_{answer.status}"
-    return f"{code}: {clean(answer.problem.detail)}"
+    code, detail = ("", "") if answer.problem is None else (answer.problem.code, clean(answer.problem.detail))
+    code = code if _CODE.fullmatch(code) else f"http_{answer.status}"
+    return f"{code}: {detail or 'the broker gave no reason'}"
 
 
 class Reaction(NamedTuple):

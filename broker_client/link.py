@@ -125,7 +125,7 @@ class BrokerLink:
         self, path: str, body: bytes, rows: Sequence[ClaimedRow | Unanswered | DoneRow]
     ) -> list[wire.AcceptAnswer]:
         """Post something about `rows`, and return an answer that makes sense for each, in their order."""
-        answers = _decoded(self._succeeded(await self._request("POST", path, body)), wire.AcceptResponse).answers
+        answers = _decoded(self._succeeded(await self._request("POST", path, body)), _Answers).answers
         if len(answers) != len(rows):
             raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
         for row, answer in zip(rows, answers, strict=True):
@@ -140,7 +140,7 @@ class BrokerLink:
             )
             if not (ids_are_valid if accepted else 400 <= answer.status < 600):  # noqa: PLR2004 - 4xx and 5xx
                 raise _garbage(f"the broker's answer for {row.client_message_id} is not valid")
-        return answers
+        return [*answers]
 
     async def features(self) -> wire.Features:
         """Ask what the broker supports, and the mesh and member of the token; raises `RequestFailed`."""
@@ -190,9 +190,9 @@ class BrokerLink:
         if reply.status in _SUCCESS:
             return reply
         try:
-            problem = msgspec.json.decode(reply.content, type=_ProblemText)
+            problem = msgspec.json.decode(reply.content, type=_Problem)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            problem = _ProblemText()  # nothing else of an answer is repeated
+            problem = _Problem()  # nothing else of an answer is repeated
         words = f" {clean(f'({problem.code}): {problem.detail}')}" if problem.code else ""  # a log masks `token: …`
         sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
@@ -238,9 +238,23 @@ def _decoded(reply: Reply, kind: type[T]) -> T:
         raise _garbage(f"the broker's answer is not the expected JSON: {clean(str(error))}") from error
 
 
-class _ProblemText(msgspec.Struct):
-    code: str = ""
+class _Problem(Problem):
+    """A problem that has to say nothing: what another release omits about one message holds up no other."""
+
+    type: str = ""
+    title: str = ""
+    status: int = 0
     detail: str = ""
+    code: str = ""
+    retryable: bool = False
+
+
+class _OneAnswer(wire.AcceptAnswer):
+    problem: _Problem | None = None
+
+
+class _Answers(msgspec.Struct):
+    answers: list[_OneAnswer]
 
 
 def _garbage(sentence: str) -> RequestFailed:

@@ -159,6 +159,16 @@ async def test_an_answer_that_makes_no_sense_is_garbage(scripted_broker, link_to
     assert (await failure_of(link_to(scripted_broker.url), claimed(1))).failure is Failure.GARBAGE
 
 
+async def test_a_problem_needs_no_more_than_the_relay_uses(scripted_broker, link_to, claimed):
+    bare = {"status": 400, "client_message_id": "id-0"}
+    scripted_broker.judge = lambda _: [
+        bare | {"problem": {"code": "odd", "new": []}},
+        _answer(client_message_id="id-1"),
+    ]
+    first, second = await link_to(scripted_broker.url).accept(claimed(2))
+    assert (first.status, first.problem.code, second.status) == (400, "odd", 201)
+
+
 async def test_too_few_answers_are_garbage(scripted_broker, link_to, claimed):
     scripted_broker.judge = lambda _: [_answer()]
     assert (await failure_of(link_to(scripted_broker.url), claimed(2))).failure is Failure.GARBAGE

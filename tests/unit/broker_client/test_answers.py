@@ -96,6 +96,7 @@ def test_the_jitter_is_full():
 def test_an_answer_without_a_reason_still_says_its_status():
     answer = AcceptAnswer(status=422, client_message_id="id")
     assert settle(row(), answer, WAITS).last_error == "http_422: the broker gave no reason"
+    assert settle(row(), refused(422, "odd", ""), WAITS).last_error == "odd: the broker gave no reason"
 
 
 @pytest.mark.parametrize("code", ["", "Not A Code", "a: b", "x" * 65, "é"])
