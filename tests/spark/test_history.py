@@ -465,6 +465,29 @@ def test_a_checkpoint_of_another_database_is_refused(history: History) -> None:
         reader.partitions(start, end)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        ({"to": "topic:orders"}, {"to": "topic:others"}, "with to=topic:orders, and this one is with to=topic:others"),
+        ({"since": "2026-11-01"}, {}, r"with since=2026-11-01T00:00:00\+00:00, and this one is without to and since"),
+        ({}, {"to": "topic:orders"}, "without to and since, and this one is with to=topic:orders"),
+    ],
+)
+def test_a_checkpoint_of_a_stream_that_omits_other_messages_is_refused(
+    history: History, before: dict[str, str], after: dict[str, str], difference: str
+) -> None:
+    history.accept(["id-1", "id-2"])
+    reader = stream_reader(history, **before)
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ReadAllAvailable())
+    other = stream_reader(history, **after)
+    with pytest.raises(Conflict, match=f"the checkpoint is of a stream {difference}: .* or a new one"):
+        other.latestOffset(end, ReadAllAvailable())
+    with pytest.raises(Conflict, match=difference):
+        other.partitions(start, end)
+    assert stream_reader(history, **before).latestOffset(end, ReadAllAvailable()) == end
+
+
 def test_a_checkpoint_behind_the_retention_fails_the_stream(
     spark: SparkSession, history: History, tmp_path: Path
 ) -> None:
@@ -549,7 +572,9 @@ def test_a_stream_can_be_of_one_destination(history: History) -> None:
     history.accept(["a", "b"])
     history.accept(["c"], to="topic:news")
     reader = stream_reader(history, to="topic:news")
-    found = [batch.to_pylist() for part in reader.partitions({}, {"1": 3}) for batch in reader.read(part)]
+    found = [
+        batch.to_pylist() for part in reader.partitions(reader.initialOffset(), {"1": 3}) for batch in reader.read(part)
+    ]
     assert [row["client_message_id"] for rows in found for row in rows] == ["c"]
 
 

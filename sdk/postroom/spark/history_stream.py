@@ -2,9 +2,10 @@
 
 An offset has for each mesh, by its id, the `history_id` up to which everything was read. The query `latest` never goes
 past a number that may still come, so that after a restart the stream goes on from its checkpoint without loss or
-repeat. It also holds which database the stream reads, since the meshes of another one have the same numbers, and the
-last deletion of messages before the stream began, if there was one: unread messages that a later one deleted are lost.
-The driver checks for those before each batch, and each task in the snapshot that it reads.
+repeat. It also holds which database the stream reads, since the meshes of another one have the same numbers; the
+options that omit messages, which a stream with others would not find; and the last deletion of messages before the
+stream began, if there was one: unread messages that a later one deleted are lost. The driver checks for those before
+each batch, and each task in the snapshot that it reads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 Offset: TypeAlias = dict[str, Any]
 
-_DATABASE, _DELETION = _KEYS = ("database", "deletion")  # the keys of an offset that are not meshes
+_DATABASE, _DELETION = _OF_DATABASE = ("database", "deletion")
+_OPTIONS = ("to", "since")  # that omit messages
+_KEYS = (*_OF_DATABASE, *_OPTIONS)  # the keys of an offset that are not meshes
 
 
 class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -38,6 +41,8 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._ranges = RangeReader(options, schema)
         self._conditions = Conditions(since=options.since, mesh=options.mesh, to=options.to)
+        self._narrowed = {} if options.to is None else {"to": options.to}
+        self._narrowed |= {} if options.since is None else {"since": options.since.isoformat()}
         self._target: Offset | None = None  # where a stream of what is available now ends
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
@@ -45,7 +50,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         since = self._options.since
         (state,) = self._fetch("database")
         begun = {} if since is None else _by_mesh(self._fetch("beginning", self._options.mesh, since))
-        return begun | {key: state[key] for key in _KEYS if state[key]}
+        return begun | {key: state[key] for key in _OF_DATABASE if state[key]} | self._narrowed
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Read as many rows at once as the options allow."""
@@ -63,12 +68,12 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Return how far the next batch may go.
 
-        Raises `Conflict` where the checkpoint is another source's or another database's, where the history ends before
-        it or was restored since, or where messages were deleted that it has not read; `NotFound` where the option names
-        an unknown mesh.
+        Raises `Conflict` where the checkpoint is another source's, another database's or of other options, where the
+        history ends before it or was restored since, or where messages were deleted that it has not read; `NotFound`
+        where the option names an unknown mesh.
         """
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        read_to = _numbers(start)
+        read_to = self._read_to(start)
         found = dict(start)
         at = list(read_to), list(read_to.values())
         meshes = self._fetch("latest", self._options.mesh, *at, rows, _deletion(start))
@@ -96,9 +101,10 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Split what is between two offsets into ranges.
 
-        Raises `Conflict` where they are another source's or another database's, or where messages were deleted unread.
+        Raises `Conflict` where they are another source's, another database's or of other options, or where messages
+        were deleted unread.
         """
-        read_to, ends = _numbers(start), _numbers(end)
+        read_to, ends = self._read_to(start), _numbers(end)
         after = [read_to.get(mesh, 0) for mesh in ends]
         ranges: list[Range] = []
         for row in self._fetch("next", list(ends), after, _deletion(start)):
@@ -113,6 +119,15 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Read one partition; raises `Conflict` where messages of it were deleted meanwhile, or prints that."""
         return self._ranges.read(partition, self._conditions, self._check_unread)
+
+    def _read_to(self, start: Offset) -> dict[int, int]:
+        """Return the numbers of an offset by mesh; raises `Conflict` where other options have omitted messages."""
+        read_to = _numbers(start)
+        narrowed = {name: start[name] for name in _OPTIONS if name in start}
+        if narrowed != self._narrowed:
+            difference = f"{_in_words(narrowed)}, and this one is {_in_words(self._narrowed)}"
+            raise _foreign(f"the checkpoint is of a stream {difference}")
+        return read_to
 
     def _newest(self) -> Offset:
         return _by_mesh(self._fetch("newest", self._options.mesh))
@@ -170,6 +185,11 @@ def _numbers(offset: Offset) -> dict[int, int]:
         return {int(mesh): int(number) for mesh, number in offset.items() if mesh not in _KEYS}
     except (AttributeError, TypeError, ValueError) as error:
         raise _foreign(f"the checkpoint is of a stream that reads something else, and is at {offset!r}") from error
+
+
+def _in_words(options: dict[str, str]) -> str:
+    given = ", ".join(f"{name}={value}" for name, value in options.items())
+    return f"with {given}" if given else f"without {' and '.join(_OPTIONS)}"
 
 
 def _foreign(detail: str) -> Conflict:

@@ -19,7 +19,7 @@ from postroom.spark.database import chosen_url, refuse
 
 Wait = Literal["queued", "accepted"]
 
-FAIL: Final = "fail"  # the other values of `on_conflict` and `on_refused` are directories
+FAIL: Final = "fail"  # the other values of `on_conflict` and `on_refused` are directories, with a slash
 MAX_BATCH_SIZE: Final = 10_000
 
 _MESH: Final = "POSTROOM_MESH"
@@ -122,8 +122,9 @@ def plan_write(options: Mapping[str, str], schema: types.StructType) -> WritePla
     if chosen.to is not None:
         parse_destination(chosen.to)
     for option, directory in (("on_conflict", chosen.on_conflict), ("on_refused", chosen.on_refused)):
-        if directory != FAIL and directory.strip().lower() == FAIL:  # else the rows would go to a place called so
-            refuse(option, f"the option `{option}` is {directory!r}: give `{FAIL}`, or a directory")
+        if directory != FAIL and "/" not in directory:  # a word that may be meant for what to do, as `ignore`
+            advice = f"give `{FAIL}`, or a directory with a slash, such as ./{directory.strip()}"
+            refuse(option, f"the option `{option}` is {directory!r}: {advice}")
     target = chosen.to or f"column {chosen.to_column}"  # it does not depend on how the rows are cut into tasks
     plan = WritePlan(
         schema=schema,

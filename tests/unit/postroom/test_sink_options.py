@@ -85,6 +85,7 @@ def test_without_an_id_the_error_says_why_there_is_no_default() -> None:
         ({"batch_size": "0"}, "batch_size", "a number of rows from 1 to"),
         ({"on_conflict": "FAIL"}, "on_conflict", "`on_conflict` is 'FAIL': give `fail`, or a directory"),
         ({"on_refused": " fail "}, "on_refused", "`on_refused` is ' fail ': give `fail`, or a directory"),
+        ({"on_conflict": "ignore"}, "on_conflict", "`on_conflict` is 'ignore': give `fail`, or .* such as ./ignore"),
         ({"wait": "handled"}, "wait", "give `queued` or `accepted`"),
         ({"mesh": "demo"}, "mesh", "set `job` too"),
         ({"database_url": "postgresql://elsewhere"}, "database_url", "set `job` too"),
