@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ MESSAGE_ID: Final = "Nats-Msg-Id"
 CAUSATION_ID: Final = "X-Causation-Id"
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 EPOCH: Final = "Postroom-Epoch"  # how often a message was published again, where it was: its id then ends with that
+FIRST_PUBLISHED_AT: Final = "Postroom-First-Published-At"  # on the replay of a message
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _PLAIN_WORDS: Final = 9  # of an ack subject without a domain
 _NANOSECONDS: Final = 1_000_000_000
@@ -50,12 +52,12 @@ class Delivery(NamedTuple):
 
     @property
     def occurred_at(self) -> datetime:
-        """When it happened, as its publisher says; else when it was published."""
-        try:
-            moment = msgspec.convert(self.headers.get("X-Occurred-At"), datetime)
-        except msgspec.ValidationError:
-            return self.published_at
-        return moment if moment.tzinfo is not None else self.published_at
+        """When it happened, as its publisher says; else when it was published, and not when it was replayed."""
+        for name in ("X-Occurred-At", FIRST_PUBLISHED_AT):
+            with suppress(msgspec.ValidationError):
+                if (moment := msgspec.convert(self.headers.get(name), datetime)).tzinfo is not None:
+                    return moment
+        return self.published_at
 
     @property
     def traceparent(self) -> str | None:

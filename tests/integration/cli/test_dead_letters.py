@@ -305,6 +305,7 @@ def test_a_replay_is_not_handled_by_the_other_consumers_of_the_stream(station: S
 
 def test_a_message_that_dies_again_can_be_replayed_again(station: Station) -> None:
     station.bury("a")
+    (first,) = station.letters()
     station.user.run("dlq", "replay", "a", "--yes", "--reason", "mended")
     station.bury()
     (letter,) = station.letters()
@@ -312,6 +313,7 @@ def test_a_message_that_dies_again_can_be_replayed_again(station: Station) -> No
     station.user.run("dlq", "replay", letter["message_id"], "--yes", "--reason", "mended better")
     (again,) = station.consume().seen
     assert again.message_id == f"a~{DURABLE}.2"
+    assert again.occurred_at == datetime.fromisoformat(first["published_at"])  # and not when it was replayed
     assert again.headers["Postroom-Replay-Of"] == "a"  # what inboxes may know it by: the id it was first sent under
 
 

@@ -55,7 +55,7 @@ from postroom.delivery.dead_letters import (
     printable_id,
     read_letters,
 )
-from postroom.delivery.message import EPOCH, MESSAGE_ID
+from postroom.delivery.message import EPOCH, FIRST_PUBLISHED_AT, MESSAGE_ID
 from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT, ask_api
 from postroom.delivery.publication import Outgoing, Place, identifying
 from postroom.delivery.publication.postgres import LIMIT, begin_publish, keep_replays
@@ -366,7 +366,9 @@ class LetterOperations:
         new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
         kept = [name for name in letter.headers if _SENDABLE.fullmatch(name) and name not in ours]
         first_id = letter.headers.get(REPLAY_OF) or letter.message_id
-        said = {REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+        published_at = "" if letter.published_at == _EPOCH else letter.published_at.isoformat()
+        first_at = letter.headers.get(FIRST_PUBLISHED_AT) or published_at
+        said = {REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer, FIRST_PUBLISHED_AT: first_at}
         headers = {name: letter.headers[name] for name in kept} | {name: text for name, text in said.items() if text}
         message = Outgoing(new_id, new_id, 1, 0, letter.original_subject, letter.data(), headers)
         try:
