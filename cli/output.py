@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any, Final, TextIO, TypeVar
 
@@ -33,7 +32,6 @@ _SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
 _FRAME_SECONDS: Final = 0.1
 _WORDS: Final = re.compile(r"#.*|(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")  # of a shell; a comment is one
-whole_words: Final = partial(textwrap.TextWrapper, break_on_hyphens=False, break_long_words=False)  # which folds text
 _DUMB: Final = {"dumb", "unknown"}  # as Rich has it too
 _ERASE: Final = "\r\033[K"
 _COLOURS: Final = {  # of a line, by what it says, and of a cell, by its first word
@@ -46,6 +44,34 @@ _COLOURS: Final = {  # of a line, by what it says, and of a cell, by its first w
     "aborted": "2",
     "ended": "90",
 }
+
+
+def display_width(text: str) -> int:
+    """Return how many columns a text takes on a terminal: a wide character two, one that combines with another none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # noqa: PLC0415 - few texts need it
+
+    return cell_len(text)
+
+
+class _Piece(str):
+    """A piece of a text, as long as it is wide."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return display_width(str(self))
+
+
+class WholeWords(textwrap.TextWrapper):
+    """Folds text to lines within a width; no word is broken."""
+
+    def __init__(self, width: int, first: str = "", below: str = "") -> None:
+        super().__init__(width, first, below, break_on_hyphens=False, break_long_words=False)
+
+    def _split(self, text: str) -> list[str]:
+        return list(map(_Piece, super()._split(text)))
 
 
 def can_draw(stream: TextIO) -> bool:
@@ -75,8 +101,8 @@ def printable(text: str) -> str:
 
 def folded(text: str, width: int, first: str = "", below: str = "", style: str | None = None) -> list[str]:
     """Fold a text to lines within the width; no word of it is broken, and nothing in it steers the terminal."""
-    words = whole_words(width, initial_indent=first, subsequent_indent=below)
-    return [styled(line, style) for line in words.wrap(printable(text.replace("\n", " ")))]
+    lines = WholeWords(width, first, below).wrap(printable(text.replace("\n", " ")))
+    return [styled(line, style) for line in lines]
 
 
 class Progress:
@@ -109,7 +135,10 @@ class Progress:
     def say(cls, words: str) -> None:
         """Say what is done just now, until something else is written."""
         if can_draw(sys.stderr):
-            sys.stderr.write(_ERASE + printable(words)[: shutil.get_terminal_size().columns - 1])
+            text, room = printable(words), shutil.get_terminal_size().columns - 1
+            while text and display_width(text) > room:
+                text = text[:-1]
+            sys.stderr.write(_ERASE + text)
             sys.stderr.flush()
             cls._drawn = True
 
@@ -160,28 +189,30 @@ def draw_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], width: int
     Long sentences fold within their column, and where the columns do not fit all the same, the last ones are below the
     others, each after its name.
     """
-    from rich.cells import cell_len  # noqa: PLC0415
-
     texts = [[*columns], *(list(map(_text, row)) for row in rows)]
-    lengths = [list(map(cell_len, row)) for row in texts]
+    lengths = [list(map(display_width, row)) for row in texts]
     sizes = list(map(max, zip(*lengths, strict=True)))
     if _room(sizes, width) >= 0 and not coloured():  # as in a pipe: of a large outbox there are many rows
         for row, each in zip(texts, lengths, strict=True):
             cells = zip(row, each, sizes, strict=True)
             yield "  ".join(text + " " * (size - length) for text, length, size in cells).rstrip()
         return
-    words = (max(cell_len(word) for text in column for word in text.split(" ")) for column in zip(*texts, strict=True))
+    words = (
+        max(display_width(word) for text in column for word in text.split(" ")) for column in zip(*texts, strict=True)
+    )
     sizes = _fit(sizes, [max(word, _SENTENCE) for word in words], width)
     side = len(sizes)
     for number, row in enumerate(texts):
         folds = [
-            [text] if length <= size else whole_words(size).wrap(text)
+            [text] if length <= size else WholeWords(size).wrap(text)
             for text, length, size in zip(row, lengths[number], sizes, strict=False)
         ]
         styles = ["head" if number == 0 else text.split(" ")[0] for text in row]
         for parts in zip_longest(*folds, fillvalue=""):
             drawn = zip(parts, styles, sizes, strict=False)
-            yield "  ".join(styled(part, style) + " " * (size - cell_len(part)) for part, style, size in drawn).rstrip()
+            yield "  ".join(
+                styled(part, style) + " " * (size - display_width(part)) for part, style, size in drawn
+            ).rstrip()
         if number:
             below = [f"{name} {text}" for name, text in zip(columns[side:], row[side:], strict=True) if text]
             yield from folded("  ".join(below), width, "  ", "    ")
@@ -243,7 +274,7 @@ def fields(pairs: Iterable[tuple[str, Any]]) -> None:
     """Write names and values under one another, leaving out what is not set; on a terminal values fold."""
     cells = [(_text(name), _text(value)) for name, value in pairs if value is not None]
     left = max((len(name) for name, _ in cells), default=0) + 2
-    words = whole_words(max(line_width() - left, _SENTENCE))
+    words = WholeWords(max(line_width() - left, _SENTENCE))
     for name, text in cells:
         for begin, part in zip_longest((name,), words.wrap(text) or ("",), fillvalue=""):
             sys.stdout.write(f"{begin:<{left}}{styled(part, text.split(' ')[0])}".rstrip() + "\n")
@@ -286,7 +317,7 @@ def fold_command(command: str, width: int, indent: str) -> Iterator[str]:
     """Yield the lines of a command that can be pasted as they are: they end in a backslash, and no word is broken."""
     line = indent
     for word in _WORDS.findall(printable(command)):
-        if line.strip() and len(line) + len(word) + len(" \\") > width:
+        if line.strip() and display_width(f"{line}{word} \\") > width:
             yield line + "\\"
             line = indent + "  "
         line += word + " "

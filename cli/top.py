@@ -23,7 +23,7 @@ import typer
 
 from cli.installation import Place, Sight, look
 from cli.noun import BrokerPlace, Json, Socket, noun
-from cli.output import can_draw, line
+from cli.output import can_draw, display_width, line
 from cli.screen import Screen, show_status
 from cli.up import State
 from postroom._wire.programs import Rates
@@ -138,7 +138,9 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
     foot = ["", screen.fold(_KEYS)[0]][-height:]
     frame, room = list[str](), height - len(foot)
     for text in (*head, "", *below[view]()):
-        room -= max(1, math.ceil(len(_COLOUR.sub("", text)) / width))  # a word that is too long goes on in the next row
+        room -= max(
+            1, math.ceil(display_width(_COLOUR.sub("", text)) / width)
+        )  # a word that is too long goes on in the next row
         if room < 0:
             break
         frame.append(text)

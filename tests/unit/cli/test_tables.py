@@ -10,11 +10,13 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
-from cli.output import Progress, fields, line, progress, table, tree
+from cli.output import Progress, fields, fold_command, line, progress, table, tree
 
 ID = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
-WORDS = st.text("abcdefgh-._", min_size=1, max_size=60)
+NARROW = st.text("abcdefgh-._", min_size=1, max_size=60)
+WORDS = NARROW | st.text("語가👍e\u0301", min_size=1, max_size=30)  # two columns each, or none
 CELLS = st.one_of(WORDS, st.lists(WORDS, max_size=12).map(" ".join), st.integers(), st.none())
 TABLES = st.integers(1, 9).flatmap(lambda width: st.lists(st.tuples(*[CELLS] * width), min_size=1, max_size=4))
 
@@ -42,7 +44,7 @@ def test_every_word_is_whole_and_no_line_is_wider_than_the_terminal(
     lines = shown(table, [f"C{number}" for number in range(len(rows[0]))], rows)
     words = [word for row in rows for cell in row if cell is not None for word in str(cell).split()]
     assert sorted(set(words) - set(" ".join(lines).split())) == []
-    assert all(len(line) <= 80 for line in lines)
+    assert all(cell_len(line) <= 80 for line in lines)
 
 
 def test_columns_that_do_not_fit_stand_below_with_their_names(shown: Callable[..., list[str]]) -> None:
@@ -105,6 +107,19 @@ def test_no_word_of_a_chain_is_cut_on_a_terminal_that_it_does_not_fit(shown: Cal
         "      pending  ← this one",
         "   └─ done",
     ]
+
+
+def test_wide_characters_fold_by_the_columns_that_they_take(
+    shown: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = " ".join(["今日は注文が多い"] * 6)  # 16 columns each
+    assert shown(fields, [("why", words)]) == [f"why  {words[:35]}", f"     {words[36:]}"]
+    assert shown(tree, words, []) == [words[:35], f"   {words[36:]}"]
+    assert next(fold_command(f"postroom {words}", 80, "")) == f"postroom {words[:35]} \\"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    Progress.say("今" * 80)
+    assert capsys.readouterr().err == "\r\033[K" + "今" * 39
 
 
 def test_what_takes_longer_than_a_second_says_how_far_it_is_and_how_fast_it_goes(
