@@ -28,7 +28,7 @@ from postroom.chassis.routes import (
     BROKEN_BODY,
     INTERNAL_ERROR,
     Route,
-    refuse_version,
+    refuse_request_line,
     refuse_what_is_not_taken,
     wrong_method,
 )
@@ -215,7 +215,7 @@ class Server(TimedServer):
 
     async def _routed(self, request: Request | PlainSend, connection: Connection) -> web.StreamResponse:
         if isinstance(request, Request):
-            refuse_version(request)
+            refuse_request_line(request)
         if isinstance(request, PlainSend):
             route, _ = self._table.find(request.method, request.path)  # not every port has this route
         elif (fixed := self._table.fixed.get((request.method, request.raw_path))) is not None:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
-from aiohttp.http import HttpVersion11
+from aiohttp.http import HttpVersion10, HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
 from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -127,20 +127,22 @@ async def _go_on(request: web.Request) -> web.StreamResponse | None:
     return problem_response(PostroomError.of("expectation_failed", detail, status=417).problem)
 
 
-def refuse_version(request: web.BaseRequest) -> None:
-    """Raise `PostroomError` (505) for a version of HTTP that has another form than what was read."""
+def refuse_request_line(request: web.BaseRequest) -> None:
+    """Raise `PostroomError`: 505 for a version of HTTP with another form than what was read, 400 for a fragment."""
     said = request._version  # noqa: SLF001 - aiohttp answers in this version, from its first look at `version` on
-    if said > HttpVersion11:
+    if not HttpVersion10 <= said <= HttpVersion11:
         request._version = HttpVersion11  # noqa: SLF001 - as above
         sentence = f"this is HTTP/1.1, and the request says HTTP/{said.major}.{said.minor}: use 1.1"
         raise PostroomError.of("http_version_not_supported", sentence, status=505)
+    if "#" in request.raw_path:
+        raise PostroomError.of("bad_request", "a target has no fragment: omit what begins with #")
 
 
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every error into its problem answer; an unexpected one is logged and becomes a 500."""
     try:
-        refuse_version(request)
+        refuse_request_line(request)
         return await handler(request)
     except PostroomError as error:
         return problem_response(error.problem)
