@@ -18,6 +18,7 @@ from postroom._wire.administration import BrokerHealth
 from postroom._wire.programs import LOW_DISK_BYTES
 from postroom._wire.sends import Health
 from postroom._wire.sql import why_failed
+from postroom.chassis.config import state_home
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal, Finding
 from postroom.chassis.store import CHECKPOINT_BYTES
 from postroom.errors import TryAgain
@@ -68,8 +69,8 @@ def _machine() -> Iterator[Finding]:
         remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
     # where `postroom up` keeps everything, else where services and users keep their state
-    named = os.environ.get("POSTROOM_STATE") or os.environ.get("XDG_STATE_HOME")
-    state = Path(named or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
+    stack = os.environ.get("POSTROOM_STATE")
+    state = Path(stack) if stack else state_home(os.environ, "set it, and try again")
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"

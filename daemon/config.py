@@ -132,7 +132,8 @@ def state_directory(config: DaemonConfig, environ: Mapping[str, str] = os.enviro
     """Return the outbox's directory; raises `Fatal` (78) where neither the config nor the environment gives one."""
     if config.state_directory is not None:
         return config.state_directory
-    return state_home("POSTROOM_DAEMON_STATE_DIRECTORY", environ) / config.mesh
+    advice = "set state_directory (POSTROOM_DAEMON_STATE_DIRECTORY)"
+    return state_home(environ, advice) / "postroom" / config.mesh
 
 
 def token_file(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from embedded.server import socket_directory
+from postroom.chassis.config import state_home
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import is_there, private_directory, replace_private, why_refused
 
@@ -45,11 +46,7 @@ class Layout:
         of this machine keep theirs.
         """
         if state is None:
-            usual = os.environ.get("XDG_STATE_HOME") or ("~/.local/state" if os.geteuid() else "/var/lib")
-            try:
-                state = Path(usual).expanduser() / _NAME
-            except RuntimeError as error:
-                raise Fatal(Exit.CONFIG, "there is no home directory: set a directory with --state DIR") from error
+            state = state_home(os.environ, "set a directory with --state DIR") / _NAME
         return cls(state.absolute())
 
     def token_file(self, member: str) -> Path:

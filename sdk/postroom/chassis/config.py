@@ -114,18 +114,18 @@ def load(
         raise Fatal(Exit.CONFIG, f"{where}: {sentence}") from error
 
 
-def state_home(variable: str, environ: Mapping[str, str]) -> Path:
-    """Return the directory below which programs keep their state where their config does not name one.
+def state_home(environ: Mapping[str, str], advice: str) -> Path:
+    """Return the directory in which this user's programs keep their state; of root, that of services.
 
-    Raises `Fatal` (78), which names `variable` as what sets it, for a user without a home.
+    Raises `Fatal` (78) with `advice` for a user without a home.
     """
     if state := environ.get("XDG_STATE_HOME"):
-        return Path(state) / "postroom"
+        return Path(state)
     if os.getuid() == 0:
-        return Path("/var/lib/postroom")
+        return Path("/var/lib")
     if home := environ.get("HOME"):
-        return Path(home) / ".local" / "state" / "postroom"
-    raise Fatal(Exit.CONFIG, f"HOME is not set: set state_directory ({variable})")
+        return Path(home) / ".local" / "state"
+    raise Fatal(Exit.CONFIG, f"HOME is not set: {advice}")
 
 
 def read_secret(file: Path, what: str) -> bytes:

@@ -397,5 +397,5 @@ def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str]
     if stack := environ.get("POSTROOM_STATE"):
         state = Path(stack)  # `postroom down --wipe` removes it with the rest
     else:
-        state = state_home("POSTROOM_AGENT_STATE_DIRECTORY", environ)
+        state = state_home(environ, "set state_directory (POSTROOM_AGENT_STATE_DIRECTORY)") / "postroom"
     return state / "agents" / f"{config.tenant}.{config.workspace}.{agent}"

@@ -19,7 +19,7 @@ from cli.stack.supervisor import last_words
 from cli.up import explain
 from daemon.config import DaemonConfig
 from postroom.chassis.config import load
-from postroom.chassis.exits import Exit
+from postroom.chassis.exits import Exit, Fatal
 
 
 def test_the_line_to_copy_works_in_a_directory_with_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +59,29 @@ def test_a_supervisor_that_ended_without_a_word_leads_to_its_log(tmp_path: Path)
     layout = Layout(tmp_path)
     layout.log_file.write_text("  redis     ready, pid 7\n")
     assert str(layout.log_file) in last_words(layout)
+
+
+@pytest.mark.parametrize(
+    ("uid", "environ", "state"),
+    [
+        (1000, {"XDG_STATE_HOME": "/state", "HOME": "/home/ada"}, "/state/postroom-up"),
+        (1000, {"HOME": "/home/ada"}, "/home/ada/.local/state/postroom-up"),
+        (0, {"HOME": "/root"}, "/var/lib/postroom-up"),
+    ],
+)
+def test_a_stack_lies_next_to_the_state_of_other_programs(
+    monkeypatch: pytest.MonkeyPatch, uid: int, environ: dict[str, str], state: str
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(os, "environ", environ)
+    assert Layout.of(None).state == Path(state)
+
+
+def test_a_stack_of_a_user_without_a_home_needs_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(Fatal, match="HOME is not set: set a directory with --state DIR"):
+        Layout.of(None)
 
 
 @pytest.mark.parametrize("below", ["", "below"])
