@@ -12,6 +12,9 @@
 --     :ended      whether the row is settled: then it is neither published nor lost
 
 \set settled (:ended OR postroom.is_settled(item.stream, item.stream_created_at, item.stream_sequence, :subject) OR :confirmed)
+\set number stream_sequence, stream_created_at
+\set found :key AS key, :number, NOT :settled AS lost
+\set step (:number) > ($6::bigint, $7::timestamptz) AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp() ORDER BY :number LIMIT $5
 \set nowhere published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 
 -- name: claim_aggregates
@@ -93,33 +96,15 @@ WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
 -- Rows with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3 and
 -- $4, or under a clock that was ahead. The first $5 behind the place $6, $7, and of each whether it is lost: not settled.
 -- Most may be settled, and to see that costs more than to find them.
-SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
-FROM (
-  SELECT * FROM :table
-  WHERE stream = $1 AND stream_sequence > $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
-    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
-  ORDER BY stream_sequence, stream_created_at LIMIT $5
-) AS item ORDER BY stream_sequence, stream_created_at;
+SELECT :found FROM (SELECT * FROM :table WHERE stream = $1 AND stream_sequence > $2 AND :step) AS item ORDER BY :number;
 
 -- name: find_before_the_beginning
 -- Rows with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
-SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
-FROM (
-  SELECT * FROM :table
-  WHERE stream = $1 AND stream_sequence < $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
-    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
-  ORDER BY stream_sequence, stream_created_at LIMIT $5
-) AS item ORDER BY stream_sequence, stream_created_at;
+SELECT :found FROM (SELECT * FROM :table WHERE stream = $1 AND stream_sequence < $2 AND :step) AS item ORDER BY :number;
 
 -- name: find_of_another_stream
 -- Rows that went into a deleted stream $1, one that was created at another time than $2. The rest as above.
-SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
-FROM (
-  SELECT * FROM :table
-  WHERE stream = $1 AND stream_created_at <> $2 AND (stream_sequence, stream_created_at) > ($6::bigint, $7::timestamptz)
-    AND published_at > $3 AND published_at NOT BETWEEN $4 AND clock_timestamp()
-  ORDER BY stream_sequence, stream_created_at LIMIT $5
-) AS item ORDER BY stream_sequence, stream_created_at;
+SELECT :found FROM (SELECT * FROM :table WHERE stream = $1 AND stream_created_at <> $2 AND :step) AS item ORDER BY :number;
 
 -- name: newest_at
 -- The row with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
@@ -132,7 +117,7 @@ ORDER BY stream_sequence DESC LIMIT 1;
 -- Rows of the work queue $1, created at $2, that are no longer in it: with a number before $3, its first, or one of $4.
 -- Published after $5; the first $6 behind the place $7, $8, as above. The first condition is the floor of all subjects, for
 -- the index.
-SELECT :key AS key, stream_sequence, stream_created_at, NOT :settled AS lost
+SELECT :found
 FROM (
   SELECT * FROM :table
   WHERE stream = $1 AND stream_created_at = $2
@@ -140,11 +125,11 @@ FROM (
       SELECT floor FROM postroom.work_queue_floors AS known
       WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
     ), 0)
-    AND (stream_sequence, stream_created_at) > ($7::bigint, $8::timestamptz)
+    AND (:number) > ($7::bigint, $8::timestamptz)
     AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
     AND published_at > $5
-  ORDER BY stream_sequence, stream_created_at LIMIT $6
-) AS item ORDER BY stream_sequence, stream_created_at;
+  ORDER BY :number LIMIT $6
+) AS item ORDER BY :number;
 
 -- name: find_stretch
 -- When the last of the first $4 rows was published of those between $1 and $2 into the stream $3 (null: any), settled ones
