@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -93,13 +93,14 @@ _SETTINGS: Final = {
 
 
 class Range(InputPartition):
-    """The numbers of a mesh after `after`, up to `last`; a stream began after the deletion `deletion`."""
+    """The numbers of a mesh after `after`, up to `last`; a stream began at `since`, after the deletion `deletion`."""
 
-    def __init__(self, mesh_id: int, after: int, last: int, deletion: int = 0) -> None:
+    def __init__(self, mesh_id: int, after: int, last: int, deletion: int = 0, since: datetime | None = None) -> None:
         self.mesh_id = mesh_id
         self.after = after
         self.last = last
         self.deletion = deletion
+        self.since = since
 
 
 class Ranges(InputPartition):
@@ -109,9 +110,10 @@ class Ranges(InputPartition):
         self.ranges = ranges
 
 
-def split(mesh_id: int, after: int, last: int, rows: int, deletion: int = 0) -> list[Range]:
-    """Split the numbers after one, up to another, into ranges of at most `rows` numbers."""
-    return [Range(mesh_id, start, min(start + rows, last), deletion) for start in range(after, last, rows)]
+def split(whole: Range, rows: int) -> list[Range]:
+    """Split a range into those of at most `rows` numbers."""
+    starts = range(whole.after, whole.last, rows)
+    return [Range(whole.mesh_id, start, min(start + rows, whole.last), whole.deletion, whole.since) for start in starts]
 
 
 def shared_out(ranges: Sequence[Range], tasks: int) -> list[InputPartition]:
@@ -152,7 +154,8 @@ class RangeReader:
         """
         ranges = part.ranges if isinstance(part, Ranges) else [part] if isinstance(part, Range) else []
         for each in ranges:
-            arguments = conditions.arguments(each.mesh_id, each.after, each.last)
+            bounds = conditions if each.since is None else conditions._replace(since=each.since)
+            arguments = bounds.arguments(each.mesh_id, each.after, each.last)
             before = None if check is None else partial(check, each)
             yield from copy(self._url, QUERIES[self._query], arguments, self._schema, before=before)
 
@@ -177,7 +180,7 @@ class HistoryReader(DataSourceReader):
         ranges: list[Range] = []
         for row in (row for row in extents if row["first"] is not None):
             after, last = max(row["first"], wanted.first) - 1, min(row["last"], wanted.last)
-            ranges += split(row["mesh_id"], after, last, self._options.partition_rows)
+            ranges += split(Range(row["mesh_id"], after, last), self._options.partition_rows)
         return shared_out(ranges, self._options.max_connections)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:

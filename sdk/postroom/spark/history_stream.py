@@ -3,15 +3,16 @@
 An offset has for each mesh, by its id, the `history_id` up to which everything was read. The query `latest` never goes
 past a number that may still come, so that after a restart the stream goes on from its checkpoint without loss or
 repeat. It also holds which database the stream reads, since the meshes of another one have the same numbers; the
-options that omit messages, which a stream with others would not find; and the last deletion of messages before the
-stream began, if there was one: unread messages that a later one deleted are lost. The driver checks for those before
-each batch, and each task in the snapshot that it reads.
+`since` that it began with, which stays, and its `to`, which may not change; and the last deletion of messages before
+the stream began, if there was one: unread messages that a later one deleted are lost. The driver checks for those
+before each batch, and each task in the snapshot that it reads.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 
 Offset: TypeAlias = dict[str, Any]
 
-_DATABASE, _DELETION = _OF_DATABASE = ("database", "deletion")
-_OPTIONS = ("to", "since")  # that omit messages
-_KEYS = (*_OF_DATABASE, *_OPTIONS)  # the keys of an offset that are not meshes
+_DATABASE, _DELETION, _TO, _SINCE = _KEYS = ("database", "deletion", "to", "since")  # of an offset, besides meshes
 
 
 class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -40,17 +39,16 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: HistoryOptions, schema: StructType) -> None:
         self._options = options
         self._ranges = RangeReader(options, schema)
-        self._conditions = Conditions(since=options.since, mesh=options.mesh, to=options.to)
-        self._narrowed = {} if options.to is None else {"to": options.to}
-        self._narrowed |= {} if options.since is None else {"since": options.since.isoformat()}
+        self._conditions = Conditions(mesh=options.mesh, to=options.to)
         self._target: Offset | None = None  # where a stream of what is available now ends
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Begin before the first message, or before the first one from `since` on."""
-        since = self._options.since
+        to, since = self._options.to, self._options.since
         (state,) = self._fetch("database")
         begun = {} if since is None else _by_mesh(self._fetch("beginning", self._options.mesh, since))
-        return begun | {key: state[key] for key in _OF_DATABASE if state[key]} | self._narrowed
+        told = {**state, _TO: to, _SINCE: since and since.isoformat()}
+        return begun | {key: told[key] for key in _KEYS if told[key]}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Read as many rows at once as the options allow."""
@@ -68,7 +66,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Return how far the next batch may go.
 
-        Raises `Conflict` where the checkpoint is another source's, another database's or of other options, where the
+        Raises `Conflict` where the checkpoint is another source's, another database's or of another `to`, where the
         history ends before it or was restored since, or where messages were deleted that it has not read; `NotFound`
         where the option names an unknown mesh.
         """
@@ -101,10 +99,11 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Split what is between two offsets into ranges.
 
-        Raises `Conflict` where they are another source's, another database's or of other options, or where messages
+        Raises `Conflict` where they are another source's, another database's or of another `to`, or where messages
         were deleted unread.
         """
         read_to, ends = self._read_to(start), _numbers(end)
+        since = datetime.fromisoformat(start[_SINCE]) if _SINCE in start else None
         after = [read_to.get(mesh, 0) for mesh in ends]
         ranges: list[Range] = []
         for row in self._fetch("next", list(ends), after, _deletion(start)):
@@ -113,7 +112,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             mesh, first = row["mesh_id"], row["first"]
             if first is not None:  # numbers before it were never used, or their messages are deleted
                 last = min(ends[mesh], row["up_to"])
-                ranges += split(mesh, first - 1, last, self._options.partition_rows, _deletion(start))
+                ranges += split(Range(mesh, first - 1, last, _deletion(start), since), self._options.partition_rows)
         return shared_out(ranges, self._options.max_connections)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -121,12 +120,10 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._ranges.read(partition, self._conditions, self._check_unread)
 
     def _read_to(self, start: Offset) -> dict[int, int]:
-        """Return the numbers of an offset by mesh; raises `Conflict` where other options have omitted messages."""
+        """Return the numbers of an offset by mesh; raises `Conflict` where another `to` has omitted messages."""
         read_to = _numbers(start)
-        narrowed = {name: start[name] for name in _OPTIONS if name in start}
-        if narrowed != self._narrowed:
-            difference = f"{_in_words(narrowed)}, and this one is {_in_words(self._narrowed)}"
-            raise _foreign(f"the checkpoint is of a stream {difference}")
+        if (before := start.get(_TO)) != self._options.to:
+            raise _foreign(f"the checkpoint is of a stream {_to(before)}, and this one is {_to(self._options.to)}")
         return read_to
 
     def _newest(self) -> Offset:
@@ -187,9 +184,8 @@ def _numbers(offset: Offset) -> dict[int, int]:
         raise _foreign(f"the checkpoint is of a stream that reads something else, and is at {offset!r}") from error
 
 
-def _in_words(options: dict[str, str]) -> str:
-    given = ", ".join(f"{name}={value}" for name, value in options.items())
-    return f"with {given}" if given else f"without {' and '.join(_OPTIONS)}"
+def _to(to: str | None) -> str:
+    return "to everything" if to is None else f"to {to}"
 
 
 def _foreign(detail: str) -> Conflict:
