@@ -138,9 +138,8 @@ def _draw(sight: Sight, rates: Rates, view: str) -> None:
     foot = ["", screen.fold(_KEYS)[0]][-height:]
     frame, room = list[str](), height - len(foot)
     for text in (*head, "", *below[view]()):
-        room -= max(
-            1, math.ceil(display_width(_COLOUR.sub("", text)) / width)
-        )  # a word that is too long goes on in the next row
+        columns = display_width(_COLOUR.sub("", text))
+        room -= max(1, math.ceil(columns / width))  # a word that is too long goes on in the next row
         if room < 0:
             break
         frame.append(text)
