@@ -49,7 +49,11 @@ REFUSED = {
     "::127.0.0.1": "reserved",
     "64:ff9b::7f00:1": "translated",
     "2002:7f00:1::": "tunnelled",
+    "64:ff9b:1::7f00:1": "translated",
     "2001:0:5db8:d822::1": "tunnelled",
+    "192.88.99.1": "tunnelled",
+    "3fff::1": "reserved",
+    "5f00::1": "reserved",
 }
 """Addresses, and a word of the reason that each is refused for."""
 

@@ -34,8 +34,12 @@ _NAMED: Final = {
     ip_network("100.100.100.200/32"): "a metadata",
     ip_network("168.63.129.16/32"): "a metadata",  # public by its number, and reached only from inside
     ip_network("64:ff9b::/96"): "a translated",  # these lead to an IPv4 address, whichever it is
+    ip_network("64:ff9b:1::/48"): "a translated",
     ip_network("2002::/16"): "a tunnelled",
     ip_network("2001::/32"): "a tunnelled",
+    ip_network("192.88.99.0/24"): "a tunnelled",
+    ip_network("3fff::/20"): "a reserved",  # for documentation; not every Python knows this and the next
+    ip_network("5f00::/16"): "a reserved",
     ip_network("fec0::/10"): "a site-local",
 }
 _KINDS: Final = (
