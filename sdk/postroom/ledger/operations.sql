@@ -153,9 +153,9 @@ WITH revived AS (
 ), missed AS (
   DELETE FROM ledger.missed USING activities
   WHERE missed.activity_id = activities.id
-  RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id, missed.traceparent
+  RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id, missed.traceparent, missed.arrival
 ), messages AS (
-  SELECT activity_id, guid, answer, NULL::uuid AS request_id, guid.traceparent
+  SELECT activity_id, guid, answer, NULL::uuid AS request_id, guid.traceparent, 0 AS arrival
   FROM ledger.guid JOIN activities ON activities.id = guid.activity_id
   WHERE NOT ledger.is_set(guid.ledger, 1000000000)
     OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000))
@@ -180,11 +180,11 @@ WITH revived AS (
   FROM revived, begun
   WHERE event IS NULL
   UNION ALL
-  SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_retried',
+  (SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_retried',
     jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name,
       'guid', guid, 'answer', answer, 'request', request_id),
     correlation_id => revived.id, traceparent => coalesce(messages.traceparent, activities.traceparent))
-  FROM revived, activities JOIN messages ON messages.activity_id = activities.id
+  FROM revived, activities JOIN messages ON messages.activity_id = activities.id ORDER BY arrival)
 ), emitted_again AS (
   SELECT postroom.emit_again(id) FROM unanswered WHERE overdue
   UNION ALL

@@ -37,7 +37,10 @@ SELECT gen_random_uuid(), 'sea', 'nightly-export', 'completed', 0, now() FROM ge
 """
 BLOCKED = "SELECT cardinality(pg_blocking_pids($1)) > 0"
 AGAIN = "SELECT epoch FROM postroom.outbox_events WHERE aggregate_id = $1 AND event_type = 'activity_spawned'"
-RETRIED = "SELECT payload FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = 'activity_retried'"
+RETRIED = """
+SELECT payload FROM postroom.outbox_events
+WHERE correlation_id = $1 AND event_type = 'activity_retried' ORDER BY position
+"""
 SENT = """
 SELECT event_type, payload::text FROM postroom.outbox_events WHERE correlation_id = $1 AND aggregate_type = 'job'
 """
@@ -253,6 +256,27 @@ async def test_what_came_while_the_job_was_failed_comes_again_once(jobs: Jobs) -
     again = [await jobs.connection.fetchval(AGAIN, str(each.id)) for each in (failing, sibling, late)]
     assert again == [1, 0, 1]
     assert not await jobs.connection.fetchval("SELECT count(*) FROM ledger.missed WHERE activity_id = $1", sibling.id)
+
+
+async def test_answers_that_came_while_the_job_was_failed_come_again_in_their_order(jobs: Jobs) -> None:
+    """Of several to one request the first counts."""
+    begun = await jobs.asked()
+    root = await jobs.enter(begun.root)
+    failing, sibling = (Child(uuid4(), "load") for _ in range(2))
+    await spawn(jobs.connection, root, [failing, sibling])
+    await jobs.ask(sibling.id)
+    await fail_activity(jobs.connection, failing.id, "the disk is full")
+    for number in (5, 9, 2, 7, 1):
+        with pytest.raises(Inactive):
+            await enter_leg2(jobs.connection, sibling.id, f"m-{number}", LEASE, Answer(str(number)))
+    by_index = [
+        f"SET LOCAL enable_{each} = off" for each in ("seqscan", "bitmapscan", "hashjoin")
+    ]  # as of a large table
+    async with jobs.connection.transaction():
+        await jobs.connection.execute(";".join(by_index))
+        await retry(jobs, begun.job)
+    sent = [msgspec.json.decode(row["payload"])["answer"] for row in await jobs.connection.fetch(RETRIED, begun.job)]
+    assert sent == [5, 9, 2, 7, 1]
 
 
 async def test_a_request_that_nobody_answered_in_time_goes_out_again_under_its_own_id(jobs: Jobs) -> None:

@@ -166,8 +166,9 @@ CREATE TABLE ledger.guid (
 CREATE INDEX guid_message ON ledger.guid (guid);
 CREATE UNIQUE INDEX one_message_closes_a_job ON ledger.guid (job_id) WHERE ledger.is_set(ledger, 100000000000);
 
--- What came for a job while it was failed: it was acknowledged, and a retry of the job brings it back.
+-- What came for a job while it was failed: it was acknowledged, and a retry of the job brings it back, in its order.
 CREATE TABLE ledger.missed (
+  arrival bigint GENERATED ALWAYS AS IDENTITY,
   activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
   guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),
   answer jsonb NOT NULL,
