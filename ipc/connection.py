@@ -42,6 +42,7 @@ from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 SEND: Final = "/v1/send"
+BATCH: Final = f"{SEND}/batch"
 _MAX_HEAD: Final = 4096  # bytes
 _HEAD: Final = re.compile(
     rb"(?:GET|POST|DELETE) [\x21-\x7e]+ HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e]*\r\n)*\r\n"
@@ -211,6 +212,12 @@ class Connection(TimedConnection):
         self._stays = arrived is None
         self._stop_timer()
         super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override] # as in the base
+        """End a batch that is cut off with what came of it: each line is answered, one that is cut is not JSON."""
+        if self._last_target == BATCH and self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.feed_eof()
+        return super().eof_received()
 
     async def _send(self, send: PlainSend) -> None:
         """Answer a send, and go on with what came after it."""

@@ -204,7 +204,7 @@ _OF_PAGES: Final = Deadlines()
 class TimedConnection(RequestHandler):
     """A peer's connection; the server's sweep drops it once it is `overdue`."""
 
-    __slots__ = ("_blocked_since", "_head_since", "_heard_at", "_last_body", "_server", "half_closed")
+    __slots__ = ("_blocked_since", "_head_since", "_heard_at", "_last_body", "_last_target", "_server", "half_closed")
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
@@ -213,6 +213,7 @@ class TimedConnection(RequestHandler):
         self._heard_at = NEVER
         self._blocked_since = NEVER
         self._last_body: StreamReader | None = None
+        self._last_target = ""
         self.half_closed = False  # or closed altogether: over TCP both look alike
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -229,7 +230,9 @@ class TimedConnection(RequestHandler):
             self._head_since = NEVER
             message, body = self._messages[-1]
             before, self._last_body = self._last_body, body
-            if not isinstance(message, RawRequestMessage) and before is not None and not before.is_eof():
+            if isinstance(message, RawRequestMessage):
+                self._last_target = message.path
+            elif before is not None and not before.is_eof():
                 before.set_exception(RequestPayloadError("it does not match its headers"))  # the parser gave up within
         elif self._head_since == NEVER and not (self.busy and self._request_count):  # before its first it only seems so
             self._head_since = self._heard_at

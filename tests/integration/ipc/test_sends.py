@@ -298,6 +298,32 @@ async def test_a_batch_that_breaks_off_keeps_what_was_answered(room: Any) -> Non
     assert await room.rows() == 1
 
 
+@pytest.mark.parametrize("fields", ["Content-Length: 999", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("answered", [False, True])
+async def test_what_came_of_a_batch_is_answered_though_a_half_close_cuts_it_off(
+    room: Any, fields: str, *, answered: bool
+) -> None:
+    line = json.dumps(LINE).encode()
+    parts = [line + b"\n", line[:-1] + b',"client_message_id":"k"}\n{"to"', b':"topic:orders","body":"h']
+    head = f"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n{fields}\r\n\r\n"
+    reader, writer = await room.connect()
+    writer.write(head.encode())
+    got = b""
+    for number, part in enumerate(parts):
+        writer.write(b"%x\r\n%b\r\n" % (len(part), part) if "chunked" in fields else part)
+        if answered and number == 0:
+            got = await reader.readuntil(b"queued")
+    writer.write_eof()
+    got += await asyncio.wait_for(reader.read(), 20)
+    results = [
+        json.loads(each) for each in got.split(b"\r\n") if each.startswith(b'{"line"') for each in each.splitlines()
+    ]
+    assert [each.get("problem", {}).get("code") for each in results] == [None, None, "invalid_json"]
+    assert got.endswith(b"\r\n0\r\n\r\n")
+    assert await room.rows() == 2
+    writer.close()
+
+
 async def test_broken_chunks_break_a_batch_off_without_a_second_answer(room: Any) -> None:
     head = b"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
     line = json.dumps(LINE).encode() + b"\n"
