@@ -128,12 +128,15 @@ async def _go_on(request: web.Request) -> web.StreamResponse | None:
 
 
 def refuse_request_line(request: web.BaseRequest) -> None:
-    """Raise `PostroomError`: 505 for a version of HTTP with another form than what was read, 400 for a fragment."""
+    """Raise `PostroomError`: 505 for a version after HTTP/1.1, 400 for one before 1.0, for none, and for a fragment."""
     said = request._version  # noqa: SLF001 - aiohttp answers in this version, from its first look at `version` on
     if not HttpVersion10 <= said <= HttpVersion11:
         request._version = HttpVersion11  # noqa: SLF001 - as above
+    if said > HttpVersion11:
         sentence = f"this is HTTP/1.1, and the request says HTTP/{said.major}.{said.minor}: use 1.1"
         raise PostroomError.of("http_version_not_supported", sentence, status=505)
+    if said < HttpVersion10:
+        raise PostroomError.of("bad_request", "the request is HTTP/0.9, or names no version: use HTTP/1.1")
     if "#" in request.raw_path:
         raise PostroomError.of("bad_request", "a target has no fragment: omit what begins with #")
 
