@@ -33,12 +33,19 @@ def test_workers_import_a_compiled_pyspark(environ: dict[str, str]) -> None:
     home, shipped = Path(environ["SPARK_HOME"]), Path(pyspark.__file__).parent
     paths = [str(archive) for archive in (home / "python/lib").iterdir()]
     assert {Path(path).name for path in paths} == {archive.name for archive in (shipped / "python/lib").iterdir()}
-    code = "import pyspark.sql.worker.plan_data_source_read as it; print(it.__cached__, it.__loader__.archive)"
+    modules = ("pyspark.sql.worker.plan_data_source_read", "py4j.java_gateway")
+    code = "import importlib, sys; print(*(importlib.import_module(name).__cached__ for name in sys.argv[1:]))"
     ran = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, check=True
+        [sys.executable, "-c", code, *modules],
+        env={"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        check=True,
     )
-    archive = home / "python/lib/pyspark.zip"
-    assert ran.stdout.decode().split() == [f"{archive}/pyspark/sql/worker/plan_data_source_read.pyc", str(archive)]
+    (py4j,) = (home / "python/lib").glob("py4j-*.zip")
+    assert ran.stdout.decode().split() == [
+        f"{home}/python/lib/pyspark.zip/pyspark/sql/worker/plan_data_source_read.pyc",
+        f"{py4j}/py4j/java_gateway.pyc",
+    ]
     for part in ("bin", "jars", "python/pyspark"):
         assert (home / part).resolve() == (shipped / part).resolve()
 

@@ -181,11 +181,11 @@ def do_without_names(environ: MutableMapping[str, str]) -> None:
 
 
 def _compile_for_workers(environ: MutableMapping[str, str]) -> None:
-    """Set `SPARK_HOME` to one that differs in its `pyspark.zip` alone: it is compiled.
+    """Set `SPARK_HOME` to one that differs in its `pyspark.zip` and the one of Py4J alone: they are compiled.
 
-    Workers put the file first on their path, and compile each time what they import from it. The home is in the user's
-    cache. Nothing changes where Spark was configured, where the workers are of another Python, and where the home
-    cannot be written.
+    Workers put these files first on their path, and compile each time what they import from them. The home is in the
+    user's cache. Nothing changes where Spark was configured, where the workers are of another Python, and where the
+    home cannot be written.
     """
     spec = importlib.util.find_spec("pyspark")
     if spec is None or spec.origin is None or any(name in environ for name in _CHOSEN):
@@ -212,11 +212,8 @@ def _write_home(original: Path, home: Path) -> None:
         lib.mkdir(parents=True)
         for part in ("bin", "jars", "python/pyspark"):
             (fresh / part).symlink_to(original / part)
-        for archive in (original / "python" / "lib").iterdir():
-            if archive.name == "pyspark.zip":
-                _compile(archive, lib / archive.name)
-            else:
-                (lib / archive.name).symlink_to(archive)
+        for archive in (original / "python" / "lib").glob("*.zip"):
+            _compile(archive, lib / archive.name)
         try:
             fresh.rename(home)
         except OSError:
@@ -225,7 +222,7 @@ def _write_home(original: Path, home: Path) -> None:
 
 
 def _compile(archive: Path, target: Path) -> None:
-    """Write what the archive has and the bytecode of each module, without PySpark's tests, which are half of it."""
+    """Write what the archive has and the bytecode of each module, without tests, which are half of PySpark's."""
     unchecked = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)  # the header of bytecode: PEP 552
     with ZipFile(archive) as sources, ZipFile(target, "w") as compiled:
         for member in sources.infolist():
