@@ -52,7 +52,10 @@ _STANDARD_ERROR = pytest.StashKey[int]()  # what pytest takes away while a test 
 _DESCRIPTORS = 8192
 _SPARK = "spark"  # the folder
 _PAGES = "tests/acceptance/test_docs.py"  # each page has a mail room of its own
-_JAVA_OPTIONS = f"-XX:TieredStopAtLevel=1 {class_data.SHAPE} {class_data.MAPPING} -Xlog:disable"
+_JAVA_OPTIONS = (
+    f"-XX:TieredStopAtLevel=1 -XX:MetaspaceSize=256m -XX:-UseCodeCacheFlushing {class_data.SHAPE} {class_data.MAPPING} "
+    "-Xlog:disable -Dspark.ui.enabled=false"
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     that does nothing this process goes on ignoring it, while the programs that tests interrupt have the default.
 
     A Java of a test lives for seconds, and would spend half of its time on optimizing code, and half of the rest on
-    reading classes that every run has read before.
+    reading classes that every run has read before. Nor does it search for classes and code to unload, or show a page
+    that nobody opens.
 
     How long Hypothesis takes for an example is the machine's affair, and no fault.
 
