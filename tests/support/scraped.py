@@ -96,8 +96,8 @@ class Kit:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.stack = Stack(directory / "up")
-        self.stack.daemon = ScrapedDaemon(self.stack)
-        self.stack.worker = QuickWorker(self.stack)
+        self.stack.worker, self.stack.daemon = QuickWorker(self.stack), ScrapedDaemon(self.stack)
+        self.stack.programs[-2:] = [self.stack.worker, self.stack.daemon]
         self._port = choose_port()
         self._prometheus: subprocess.Popen[bytes] | None = None
 
