@@ -59,11 +59,11 @@ async def set_aside(connection: Connection, activity: UUID, guid: str, answer: A
 
 
 class Place(NamedTuple):
-    """A mesh where jobs of a flow have not ended; the oldest was started at `since`."""
+    """A mesh where jobs of a flow have not ended; the oldest was started at `since`, or None: the clock was ahead."""
 
     flow: str
     mesh: str
-    since: datetime
+    since: datetime | None
 
 
 class TryLater(Exception):

@@ -1,8 +1,9 @@
 -- The engine's queries besides its steps.
 
 -- name: find_contexts
--- Where jobs of the flows $1 have not ended, and since when the oldest of each has run.
-SELECT flow, context, min(started_at) AS since FROM ledger.job
+-- Where jobs of the flows $1 have not ended, and since when the oldest of each has run: null where a clock that was ahead has
+-- dated one.
+SELECT flow, context, CASE WHEN max(started_at) <= clock_timestamp() THEN min(started_at) END AS since FROM ledger.job
 WHERE state IN ('running', 'closed') AND flow = ANY ($1::text[])
 GROUP BY flow, context;
 

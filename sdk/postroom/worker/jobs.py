@@ -322,10 +322,6 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
             stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
         except NotFoundError:
             return  # it is not declared yet: the next look will find it
-        since, newest = place.since - CLOCK_SKEW, _BEFORE_ALL
-        if (state := (await js.stream_info(stream)).state).messages:
-            with suppress(NotFoundError):  # it was just deleted
-                newest = datetime.fromisoformat(str((await js.get_msg(stream, state.last_seq)).time))
         settings = ConsumerSettings(
             stream=stream,
             durable=PREFIX + place.flow,
@@ -333,7 +329,7 @@ class Jobs(Consumers[tuple[str, str], Consumer]):
             ack_wait_seconds=self._settings.lease_seconds,
             max_ack_pending=_IN_HAND,
             batches_at_once=_IN_HAND,  # the steps are limited: a slow one holds up no other
-            since=since if since <= newest else None,  # else a clock that was ahead has dated the job
+            since=None if place.since is None else place.since - CLOCK_SKEW,
         )
         handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
         consumer = Consumer(js, settings, handler, RecordedLetters(self._pool, place.mesh))
