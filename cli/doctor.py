@@ -70,7 +70,7 @@ def _machine() -> Iterator[Finding]:
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
     # where `postroom up` keeps everything, else where services and users keep their state
     stack = os.environ.get("POSTROOM_STATE")
-    state = Path(stack) if stack else state_home(os.environ, "set it, and try again")
+    state = Path(stack) if stack else state_home(os.environ, "set XDG_STATE_HOME")
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"

@@ -7,6 +7,7 @@ inside a value is marked with `SECRET`.
 """
 
 import os
+import pwd
 import ssl
 import stat
 import tomllib
@@ -123,9 +124,11 @@ def state_home(environ: Mapping[str, str], advice: str) -> Path:
         return Path(state)
     if os.getuid() == 0:
         return Path("/var/lib")
-    if home := environ.get("HOME"):
-        return Path(home) / ".local" / "state"
-    raise Fatal(Exit.CONFIG, f"HOME is not set: {advice}")
+    try:
+        home = environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError as error:
+        raise Fatal(Exit.CONFIG, f"HOME is not set, and this user has no home: set it, or {advice}") from error
+    return Path(home) / ".local" / "state"
 
 
 def read_secret(file: Path, what: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
 import shutil
 import subprocess
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_a_supervisor_that_ended_without_a_word_leads_to_its_log(tmp_path: Path)
         (1000, {"XDG_STATE_HOME": "/state", "HOME": "/home/ada"}, "/state/postroom-up"),
         (1000, {"HOME": "/home/ada"}, "/home/ada/.local/state/postroom-up"),
         (0, {"HOME": "/root"}, "/var/lib/postroom-up"),
+        (1, {}, f"{pwd.getpwuid(1).pw_dir}/.local/state/postroom-up"),
     ],
 )
 def test_a_stack_lies_next_to_the_state_of_other_programs(
@@ -78,9 +80,11 @@ def test_a_stack_lies_next_to_the_state_of_other_programs(
 
 
 def test_a_stack_of_a_user_without_a_home_needs_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
     monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(Fatal, match="HOME is not set: set a directory with --state DIR"):
+    with pytest.raises(
+        Fatal, match="HOME is not set, and this user has no home: set it, or set a directory with --state DIR"
+    ):
         Layout.of(None)
 
 

@@ -100,7 +100,7 @@ def test_files_lie_where_xdg_says() -> None:
 
 @pytest.mark.parametrize("where", [socket_path, state_directory])
 def test_without_an_environment_the_config_has_to_say(monkeypatch: pytest.MonkeyPatch, where: object) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)  # who has no home
     assert callable(where)
     with pytest.raises(Fatal, match="is not set"):
         where(load_config(None, LEAST), {})

@@ -30,7 +30,7 @@ def test_the_config_wins():
 
 
 def test_without_a_home_the_config_has_to_say_where(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("os.getuid", lambda: 1000)
+    monkeypatch.setattr("os.getuid", lambda: 3_999_999_999)
     with pytest.raises(Fatal, match="HOME is not set"):
         state_directory(PLAIN, "stock", {})
 
