@@ -269,11 +269,9 @@ async def test_answers_that_came_while_the_job_was_failed_come_again_in_their_or
     for number in (5, 9, 2, 7, 1):
         with pytest.raises(Inactive):
             await enter_leg2(jobs.connection, sibling.id, f"m-{number}", LEASE, Answer(str(number)))
-    by_index = [
-        f"SET LOCAL enable_{each} = off" for each in ("seqscan", "bitmapscan", "hashjoin")
-    ]  # as of a large table
+    avoided = ("seqscan", "bitmapscan", "hashjoin")  # as of a large table
     async with jobs.connection.transaction():
-        await jobs.connection.execute(";".join(by_index))
+        await jobs.connection.execute(";".join(f"SET LOCAL enable_{each} = off" for each in avoided))
         await retry(jobs, begun.job)
     sent = [msgspec.json.decode(row["payload"])["answer"] for row in await jobs.connection.fetch(RETRIED, begun.job)]
     assert sent == [5, 9, 2, 7, 1]
