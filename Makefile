@@ -38,7 +38,7 @@ $(STAMP): dev.lock pyproject.toml sdk/pyproject.toml
 # It is built from source, in more space than a /tmp in memory may have.
 $(SPARK_STAMP): $(STAMP) spark.lock
 	@mkdir -p $(VENV)/tmp
-	TMPDIR=$(abspath $(VENV)/tmp) $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
+	TMPDIR="$(CURDIR)/$(VENV)/tmp" $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
 	@rm -rf $(VENV)/tmp
 	@touch $@
 
@@ -136,7 +136,7 @@ $(AXE): $(STAMP)
 	@echo "$(AXE_SHA512)  $@" | sha512sum --check --quiet || { rm $@; exit 1; }
 
 test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
-	AXE=$(abspath $(AXE)) exec $(BIN)/pytest -m browser tests/browser
+	AXE="$(CURDIR)/$(AXE)" exec $(BIN)/pytest -m browser tests/browser
 
 test-monitoring: setup ## each alert provoked under a real Prometheus (apt: prometheus; ten minutes)
 	@command -v promtool > /dev/null || { echo "this needs Prometheus: apt-get install prometheus"; exit 1; }

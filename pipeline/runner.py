@@ -296,7 +296,7 @@ def session(name: str) -> Iterator[SparkSession]:
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.driver.memory": "1g",
-            "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
+            "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet.as_uri()}",
             "spark.sql.shuffle.partitions": "8",
         }
         is_submitted = SparkConf().contains("spark.master")  # a session of `spark-submit` has its own settings

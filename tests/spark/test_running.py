@@ -7,6 +7,7 @@ import csv
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -417,3 +418,17 @@ def test_the_module_of_a_pipeline_runs_under_spark_submit(database_url: str, tmp
     assert refused.returncode == Exit.USAGE
     assert "rate-telemetry: " in refused.stdout  # where spark-submit puts what its program says on either
     assert "Traceback" not in refused.stdout
+
+
+@pytest.mark.soak
+def test_a_pipeline_runs_where_the_path_of_its_package_has_a_space(
+    quick_java: dict[str, str], database_url: str, tmp_path: Path
+) -> None:
+    History(database_url).accept(["id-1"])
+    place = tmp_path / "a room"
+    shutil.copytree(ROOT / "pipeline", place / "pipeline")
+    environment = {**os.environ, **quick_java, "POSTROOM_DATABASE_URL": database_url, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "pipeline.rate_telemetry"]
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.OK, done.stdout + done.stderr
+    assert "messages: 1" in done.stdout

@@ -20,7 +20,7 @@ from postroom.spark.session import do_without_names, find_java, prepare_environm
 ARCHIVE: Final = Path(sys.prefix, "spark-classes.jsa")
 SHAPE: Final = "-XX:+UseSerialGC"  # what an archive is made for: a Java with another collector maps a part of it
 # It is mapped where it was made for: at a random address, the default, a Java first changes each pointer in 200 MB.
-MAPPING: Final = f"-XX:SharedArchiveFile={ARCHIVE} -XX:+UnlockDiagnosticVMOptions -XX:ArchiveRelocationMode=0"
+MAPPING: Final = f"-XX:SharedArchiveFile='{ARCHIVE}' -XX:+UnlockDiagnosticVMOptions -XX:ArchiveRelocationMode=0"
 _WORK = """
 import sys
 from pathlib import Path
