@@ -74,7 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds where one is a large message.
 
     Who ends a run is told which tests had not ended, and no worker finishes its own first.
+
+    Others may pass through the directories of root's tests, whatever its umask, since its Postgres is another user's.
     """
+    os.umask(0o022)
     import_quickly()
     *processors, _ = structlog.get_config()["processors"]
     plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
