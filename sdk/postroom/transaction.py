@@ -13,10 +13,10 @@ asynchronous one, `emit` is awaited and `inbox` takes `async with`; with any oth
 takes `with`. None of these libraries is imported unless the caller has imported it.
 
 Errors of the database are raised as the driver raises them, except those that only concern the outbox: `InvalidMessage`
-for an event that cannot be published (`unknown_mesh`, `invalid_outbox`, `future_event`, `invalid_event`),
-`NotPermitted` (`not_granted`) where the role may not use it, `PostroomError` where none is installed (`outbox_absent`)
-or the connection is not in a transaction (`no_transaction`). After the first three the transaction can only be rolled
-back, as after any error.
+for an event that cannot be published (`unknown_mesh`, `invalid_outbox`, `future_event`, `invalid_event`), `Conflict`
+(`id_taken`) for an `id` that the outbox has already, `NotPermitted` (`not_granted`) where the role may not use it,
+`PostroomError` where none is installed (`outbox_absent`) or the connection is not in a transaction
+(`no_transaction`). After what the database refused the transaction can only be rolled back, as after any error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from postroom._wire.drivers import Driver, Values, driver_of
 from postroom._wire.sockets import run_to_end
 from postroom._wire.sql import load_queries
 from postroom._wire.words import CANNOT_STORE, NOT_STORABLE
-from postroom.errors import InvalidMessage, NotPermitted, PostroomError
+from postroom.errors import Conflict, InvalidMessage, NotPermitted, PostroomError
 from postroom.handler import HandlerRequest
 from postroom.once import Claim, Done, KeyHeld, Result, Run, Scope
 
@@ -43,6 +43,7 @@ _QUERIES: Final = load_queries("postroom", "transaction.sql")
 _REFUSED: Final = re.compile(r"\b(UNKNOWN_MESH|INVALID_OUTBOX|FUTURE_EVENT): (.*)")
 _ABSENT: Final = ("3F000", "42883", "42P01")  # SQLSTATE of a missing schema, function, table
 _NOT_GRANTED: Final = "42501"
+_ID_TAKEN: Final = "23505"  # of no other key: that of `inbox` has no conflict
 _WRONG_VALUE: Final = "22"  # the class of values that Postgres cannot read
 _NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON has it
 _REPLAY: Final = re.compile(r"~[A-Za-z0-9_-]+\.[0-9]+$")
@@ -292,6 +293,9 @@ def _refusal(error: Exception) -> PostroomError | None:
     if state == _NOT_GRANTED:
         sentence = "the role of this connection may not use the outbox: run `postroom outbox install --role ROLE`"
         return NotPermitted.of("not_granted", sentence)
+    if state == _ID_TAKEN:
+        sentence = "the outbox has this id already, of what was emitted before: roll back, or emit under another id"
+        return Conflict.of("id_taken", sentence)
     if state.startswith(_WRONG_VALUE):
         return InvalidMessage.of("invalid_event", f"Postgres cannot read a value of the event: {said}")
     return None

@@ -24,7 +24,7 @@ from support.drivers import WAYS, Way, execute
 from support.waiting import until_so
 
 from embedded import EmbeddedPostgres
-from postroom.errors import InvalidMessage, NotPermitted, PostroomError
+from postroom.errors import Conflict, InvalidMessage, NotPermitted, PostroomError
 from postroom.handler import HandlerRequest
 from postroom.once import Claim, KeyHeld, open_registry
 from postroom.transaction import emit, emit_command, inbox
@@ -125,6 +125,17 @@ async def test_an_event_that_cannot_be_published_is_refused_and_takes_its_transa
     assert len(str(refused.value).splitlines()) == 1
     assert not any(inner in str(refused.value) for inner in ("SELECT", "exception", "PL/pgSQL", "{"))
     assert await counts(shop) == (0, 0)
+
+
+@pytest.mark.parametrize("put", [emit, emit_command])
+async def test_an_id_that_was_emitted_before_is_refused(shop: str, way: Way, put: Any) -> None:
+    async with way.transaction(shop) as connection:
+        id_ = await place(connection, 17)
+    with pytest.raises(Conflict, match="the outbox has this id already") as refused:
+        async with way.transaction(shop) as connection:
+            await done(put(connection, "demo", "refund", {}, aggregate_type="order", aggregate_id=17, id=id_))
+    assert refused.value.code == "id_taken"
+    assert await counts(shop) == (1, 1)
 
 
 async def test_an_event_outside_of_a_transaction_is_refused(shop: str, way: Way) -> None:
