@@ -104,7 +104,12 @@ class Registry:
             return Run((), owner, 1, None, None, math.inf)
         for _ in range(_RACES):
             started = self.clock()
-            (begun,) = await self._store.claim([(*scope.columns, "PENDING")], owner, self.lease)
+            try:
+                (begun,) = await self._store.claim([(*scope.columns, "PENDING")], owner, self.lease)
+            except asyncio.CancelledError as error:  # it may have the key all the same, and nobody would hold it
+                with suppress(PostroomError):
+                    await _whole(self.fail(scope, owner, error_text(error)))
+                raise
             if isinstance(begun, Run):
                 begun.until = started + self.lease
             if not isinstance(begun, Held | Dead) or (isinstance(begun, Held) and begun.seconds > 0):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
+from typing import Any
 
 import pytest
 
-from postroom.claims import Ended, Key
+from postroom.claims import Ended, Key, State
 from postroom.errors import Unavailable
 from postroom.once import Done, Held, KeyHeld, LeaseLost, Registry, Result, Run, Scope
 from postroom.once.model import state_of
@@ -173,6 +174,30 @@ async def test_a_cancelled_block_frees_its_key_and_stays_cancelled(registry: Reg
 
     task = asyncio.create_task(block())
     await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await state(store) == "FAILED"
+
+
+async def test_a_block_that_is_cancelled_while_its_key_is_taken_frees_it(
+    registry: Registry, store: Fickle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, taken = store.claim, asyncio.Event()
+
+    async def claim_with_a_slow_answer(*wanted: Any) -> list[State]:
+        states = await claim(*wanted)
+        taken.set()
+        await asyncio.sleep(0)
+        return states
+
+    async def block() -> None:
+        async with registry.once(*NAMES):
+            raise AssertionError
+
+    monkeypatch.setattr(store, "claim", claim_with_a_slow_answer)
+    task = asyncio.create_task(block())
+    await taken.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
