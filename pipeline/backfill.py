@@ -18,6 +18,8 @@ _OF_ENDING: Final = {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "j
 _NOT_PARQUET: Final = re.compile(r"(\S+) is not a Parquet file")
 _OF_READING: Final = frozenset({"input", "format"})
 _RFC_4180: Final = {"header": "true", "escape": '"', "multiLine": "true"}
+# How Spark reads each format. Whatever the mode, it empties a column of the data that has its name for damaged records.
+_STRICT: Final = {"mode": "FAILFAST", "columnNameOfCorruptRecord": "(a record that cannot be read)"}
 _UNNAMED: Final = re.compile(r"_c\d+")  # Spark's name of a column without one, such as the index that pandas writes
 
 
@@ -65,7 +67,7 @@ def read(spark: SparkSession, options: Options) -> DataFrame:
     said = options.format or _OF_ENDING.get(ending)
     kind = said or "parquet"
     chosen = {"csv": _RFC_4180, "parquet": {"mergeSchema": "true"}}.get(kind, {})  # else the columns of one file alone
-    reading = spark.read.format(kind).options(mode="FAILFAST", **chosen)
+    reading = spark.read.format(kind).options(**_STRICT, **chosen)
     try:
         with own_sentences():
             rows = reading.load(options.input)

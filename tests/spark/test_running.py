@@ -219,6 +219,23 @@ def test_a_backfill_takes_the_index_that_pandas_writes_without_a_name(
     del spark
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("orders.csv", "order_id,_corrupt_record,what\n17,kept,apples\n"),
+        ("orders.json", '{"order_id": "17", "_corrupt_record": "kept", "what": "apples"}\n'),
+    ],
+)
+def test_a_backfill_sends_a_column_that_has_spark_s_name_for_damaged_records(
+    spark: SparkSession, post: PostOffice, tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    words = options(input=tmp_path / name, id="order_id", to="topic:orders", socket=post.socket)
+    run_by_name("backfill", [*words, f"namespace={post.namespace}"])
+    assert post.accepted()["17"].json == {"order_id": "17", "_corrupt_record": "kept", "what": "apples"}
+    del spark
+
+
 def test_a_backfill_of_a_directory_sends_what_its_own_files_hold_and_null_for_an_empty_field(
     spark: SparkSession, post: PostOffice, tmp_path: Path
 ) -> None:
