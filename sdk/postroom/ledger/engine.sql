@@ -28,10 +28,18 @@ SELECT ledger.is_set(ledger, 100000000000) AND NOT EXISTS (SELECT FROM ledger.re
 FROM ledger.activity WHERE id = $1;
 
 -- name: find_requests
--- Which activities of the flow $2 asked with the messages $1, and in which contexts.
+-- Which activities of the flow $2 asked with the messages $1, or may be about to, and in which contexts. The first half of a
+-- request's id is its activity's (`legs.id_of_request`).
 SELECT request.id, activity.id AS activity, activity.name, job.context
 FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
-WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2;
+WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2
+UNION ALL
+SELECT wanted.id, activity.id, activity.name, job.context
+FROM unnest($1::uuid[]) AS wanted (id)
+  JOIN ledger.activity ON activity.id BETWEEN (left(wanted.id::text, 18) || '-0000-000000000000')::uuid
+    AND (left(wanted.id::text, 18) || '-ffff-ffffffffffff')::uuid
+  JOIN ledger.job ON job.id = activity.job_id
+WHERE job.flow = $2 AND NOT EXISTS (SELECT FROM ledger.request WHERE request.id = wanted.id);
 
 -- name: find_late
 -- The contexts where answers to requests of the flow $1 are overdue.

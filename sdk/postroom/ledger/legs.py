@@ -87,7 +87,7 @@ async def run_leg1(running: Running, activity: UUID, most: int | None = None) ->
     async with step_of(running, entry) as step:
         handler, request = running.activity(entry.name), None
         if handler.leg1 is not None:
-            key = derived(entry.activity, "request")
+            key = id_of_request(entry.activity)
             context = running.context(entry, step, key, request_id=str(key))
             body = await under_lease(running, entry, partial(handler.leg1, context, decode(entry.request)))
             request = request_of(running, handler, key, body)
@@ -156,7 +156,7 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
                 what = f"what {entry.name!r} is entered with again"
                 spawns.again.append(encode(request, what, running.most_bytes))
             case Again(again, request):
-                key = derived(entry.activity, entry.guid, "request", len(spawns.requests))
+                key = id_of_request(entry.activity, entry.guid, len(spawns.requests))
                 asking = replace(context, message=None, request_id=str(key), idempotency_key=str(key))
                 spawns.requests.append(request_of(running, activity, key, await again.leg1(asking, request)))
     return spawns
@@ -357,6 +357,15 @@ def most_attempts(policy: RetryPolicy | None) -> int:
 def derived(activity: UUID, *words: object) -> UUID:
     """Return the id that follows from an activity and `words`: a second run derives the same."""
     return uuid5(activity, "/".join(map(str, words)))
+
+
+def id_of_request(activity: UUID, *cycle: object) -> UUID:
+    """Return the id of a request, of leg 1 or of a cycle; its first half is the activity's.
+
+    A handler knows it before its step is committed, and may give it to somebody who answers at once. That answer has to
+    come again, and until the commit nothing but the id says whose it is (`find_requests`).
+    """
+    return UUID(bytes=activity.bytes[:8] + derived(activity, *cycle, "request").bytes[8:])
 
 
 def encode(value: Any, what: str, most_bytes: int = sys.maxsize) -> str:

@@ -417,6 +417,58 @@ async def test_an_event_of_another_mesh_answers_nothing(
     await asking.close()
 
 
+async def test_an_answer_before_its_request_is_committed_comes_again(
+    office: Office, pool: asyncpg.Pool[asyncpg.Record]
+) -> None:
+    flow, asked, committed = Flow("hasty"), asyncio.Queue[str](), asyncio.Semaphore(0)
+
+    @flow.activity(sends="queue:ask")
+    async def ask(ctx: FlowContext, request: Any) -> Any:
+        assert ctx.request_id is not None
+        await asked.put(ctx.request_id)
+        await committed.acquire()
+        return request
+
+    @ask.answered
+    async def _(_ctx: FlowContext, cycles: Any) -> Any:
+        return ask.again(None) if cycles else None
+
+    engine = Engine(pool, flow, lease=timedelta(seconds=30))
+    handler = JobHandler(engine, asyncio.Semaphore(2), lambda: None)
+
+    async def answer(request: str, cycles: int) -> Outcome:
+        outcomes = list[Outcome]()
+
+        async def settle(_delivery: Delivery, outcome: Outcome) -> None:
+            outcomes.append(outcome)
+
+        headers = {"X-Causation-Id": request}
+        said, number = str(cycles).encode(), cycles + 1
+        await handler.handle(
+            [Delivery(office.context.subject, said, headers, f"m-{number}", "S", number, 1, datetime.now(UTC))], settle
+        )
+        return outcomes[0]
+
+    await office.start("hasty", "ask")
+    root = await office.connection.fetchval("SELECT id FROM ledger.activity")
+    leg = asyncio.create_task(engine.spawned(root, "ask", "spawned"))
+    for cycles in (1, 0):
+        request = await asked.get()
+        early = await answer(request, cycles)
+        assert isinstance(early, Later), f"of cycle {cycles}: {early}"
+        committed.release()
+        await leg
+        leg = asyncio.create_task(_done(answer(request, cycles)))
+    await leg
+    assert await office.connection.fetchval(STATES) == ["completed"]
+    stray = str(UUID(bytes=root.bytes[:8] + uuid4().bytes[8:]))
+    assert await answer(stray, 5) == DONE
+
+
+async def _done(handled: Awaitable[Outcome]) -> None:
+    assert await handled == DONE
+
+
 async def _are_in_hand(consumer: Consumer, messages: int) -> bool:
     return consumer.in_hand == messages
 

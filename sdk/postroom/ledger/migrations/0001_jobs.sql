@@ -426,6 +426,10 @@ BEGIN
         AND (job.state = 'closed' AND ledger.is_set(known.ledger, 100000000000)) IS NOT TRUE THEN 'inactive'
       WHEN NOT ledger.is_set(activity.ledger, 100000000000) THEN 'forbidden'
       WHEN ledger.is_held(known.leased_until) THEN 'held'
+      WHEN known.ledger IS NULL
+        AND enter_leg2.request IS NOT NULL AND NOT EXISTS (SELECT FROM ledger.request WHERE id = enter_leg2.request)
+        AND EXISTS (SELECT FROM ledger.guid WHERE activity_id = activity.id AND NOT ledger.is_set(ledger, 1000000000))
+        THEN 'forbidden'
       WHEN known.ledger IS NULL AND activity.answers_taken >= activity.answers_due THEN 'duplicate'
       WHEN known.ledger IS NULL AND EXISTS (
         SELECT FROM ledger.request WHERE id = enter_leg2.request AND answered_by IS NOT NULL
