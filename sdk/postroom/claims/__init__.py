@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
 
-from postroom._wire.arguments import to_json
+from postroom._wire.arguments import BYTES, to_json
 from postroom._wire.words import value_fault
 from postroom.errors import InvalidMessage
 
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
         Raises `InvalidMessage` where JSON cannot express it, or it is larger than 1 MiB.
         """
-        if isinstance(value, (bytes, bytearray)):
+        if isinstance(value, BYTES):
             result = cls("bytes", bytes(value))
         else:
             try:

@@ -200,6 +200,11 @@ async def test_a_result_comes_back_as_it_was(bench: Any, value: object) -> None:
     assert type(done.result.value) is type(value)
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_of_each_kind_come_back_as_bytes(kind: Callable[[bytes], object]) -> None:
+    assert Result.of(kind(b"\x00\xff")).value == b"\x00\xff"
+
+
 async def test_the_largest_result_is_kept(bench: Any) -> None:
     registry = bench.registry()
     largest = Result.of(bytes(MAX_RESULT))
