@@ -25,7 +25,7 @@ from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import find_begun
 from postroom.delivery.publication.link import Audit, Link
 from postroom.delivery.publication.postgres import DELIVERIES, LETTERS, PostgresSource, declare_subjects
-from postroom.delivery.publication.record import Record, WorkQueues
+from postroom.delivery.publication.record import ConsumerFloors, Record, WorkQueues
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import Reconciled, dead_letter_stream, default_changes, default_streams, ensure_stream
 from postroom.errors import Conflict, NotPermitted, PostroomError, TryAgain, Unavailable
@@ -71,6 +71,7 @@ class Upkeep:
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, sources, record)
+        self._floors = ConsumerFloors(pool, record)
         self._clock = DatabaseClock()
         self._keys = PostgresStore(pool)  # of all tenants, topics and groups; it exists where handlers created it
         self._durables: Sequence[Durable] = ()
@@ -151,11 +152,14 @@ class Upkeep:
     async def _round(self) -> None:
         async with self._one_at_a_time:
             link = await self._connected()
+            await self._floors.read(link)
             await self._look(link)
+            await self._floors.note(link)
         await self._work_queues.check(link, self._audit)
         if await self._clock.is_confirmed(self._pool):
             # delete what is old: the record of what was published, and keys, which no other program of ours deletes
             await self._work_queues.prune()
+            await self._floors.prune()
             await self._record.prune()
             keep = self._config.once.keep_days
             if await self._keys.is_there() and (forgotten := await Registry(self._keys).forget_old(keep)):

@@ -16,6 +16,8 @@ import asyncpg
 import nats
 import pytest
 from nats.js.errors import NotFoundError
+from support.handlers import serving
+from support.http_consumers import consuming
 from support.mailroom import worker
 from support.operated import operated_broker
 from support.terminal import Terminal
@@ -25,9 +27,11 @@ from broker.database import migrate
 from embedded import EmbeddedNats
 from postroom._wire.dead_letters import DeadLetter
 from postroom.delivery.dead_letters import RecordedLetters
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings
+from postroom.worker.config import ConsumerConfig
 
 DONE, WAITING = "cmd.demo.default.done.run", "cmd.demo.default.waiting.run"
+PAY = "SELECT count(postroom.emit('demo', 'order', 'o' || n, 'order_paid', '{}')) FROM generate_series(1, $1) AS n"
 EMIT = "SELECT count(postroom.emit_command('demo', $1, '{}', 'queue', 'a' || n % 20)) FROM generate_series(1, $2) AS n"
 
 
@@ -113,6 +117,75 @@ async def test_a_lost_store_brings_letters_and_what_waited_back_and_nothing_that
         user = Terminal(POSTROOM_MESH="demo", **reach)
         listed = await asyncio.to_thread(user.run, "dlq", "list", "--json")
     assert len(listed.json) == letters
+
+
+async def test_a_lost_store_brings_back_what_one_consumer_has_handled_and_another_has_not(
+    database_url: str, server: EmbeddedNats
+) -> None:
+    await migrate(database_url)
+    settings = {
+        "POSTROOM_DATABASE_URL": database_url,
+        "POSTROOM_NATS_URL": server.url,
+        "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
+    }
+    async with asyncpg.create_pool(database_url, min_size=1, max_size=2) as pool, serving() as handler:
+        await pool.execute("INSERT INTO mesh.mesh (slug) VALUES ('demo')")
+        consumer = ConsumerConfig(
+            context="demo",
+            database_url=database_url,
+            nats=NatsSettings(url=server.url),
+            consumer=ConsumerSettings(stream="DEMO_EVENTS", durable="billing"),
+            handler=HandlerSettings(url=handler.url),
+        )
+        with worker(**settings):
+            await until_so(lambda: has_events(server.url))
+            early = await take(server.url, 0)  # which makes it
+            async with consuming(consumer):
+                await pool.execute(PAY, 20)
+                await until_so(lambda: acknowledged(pool, "billing", 20))
+                early += await take(server.url, 5)
+                await until_so(lambda: acknowledged(pool, "slow", 5))
+                server.stop()
+                shutil.rmtree(server.directory / "jetstream")
+                server.start()
+                await until_so(lambda: published_again(pool, 15))
+                late = await take(server.url, 15)
+    assert len({*early, *late}) == 20
+    assert Counter(handler.ids()) == Counter([*early, *late])
+
+
+async def take(url: str, count: int) -> list[str]:
+    """Acknowledge some messages as a consumer that remembers nothing, and has fallen behind; return their ids."""
+    client = await nats.connect(url)
+    try:
+        slow = await client.jetstream().pull_subscribe("demo.event.>", durable="slow")
+        taken = await slow.fetch(count, timeout=10) if count else []
+        for message in taken:
+            await message.ack_sync(timeout=10)
+        return [message.headers["Nats-Msg-Id"].partition("/")[0] for message in taken]
+    finally:
+        await client.close()
+
+
+async def has_events(url: str) -> bool:
+    client = await nats.connect(url)
+    try:
+        return bool(await client.jetstream().stream_info("DEMO_EVENTS"))
+    except NotFoundError:
+        return False
+    finally:
+        await client.close()
+
+
+async def acknowledged(pool: Any, consumer: str, floor: int) -> bool:
+    """Tell whether the record knows how far a consumer is."""
+    query = "SELECT floor FROM postroom.consumer_floors WHERE consumer = $1"
+    return bool(await pool.fetchval(query, consumer) == floor)
+
+
+async def published_again(pool: Any, count: int) -> bool:
+    query = "SELECT count(*) FROM postroom.outbox_events WHERE epoch = 1 AND published_at IS NOT NULL"
+    return bool(await pool.fetchval(query) == count)
 
 
 async def bury(pool: Any, count: int, part: int) -> None:

@@ -300,6 +300,20 @@ RETURN EXISTS (
     AND known.numbers @> is_settled.sequence
 );
 
+-- How far each durable consumer had acknowledged a stream (by its creation) when that was last looked at: a stream that is lost
+-- takes its consumers with it.
+CREATE TABLE postroom.consumer_floors (
+  stream text COLLATE "C" NOT NULL,
+  stream_created_at timestamptz NOT NULL,
+  consumer text COLLATE "C" NOT NULL,
+  pattern text COLLATE "C" NOT NULL,  -- of its filters, as a regular expression
+  floor bigint NOT NULL,
+  seen_at timestamptz NOT NULL DEFAULT now(),
+
+  PRIMARY KEY (stream, stream_created_at, consumer),
+  CONSTRAINT a_floor_is_a_number_of_the_stream CHECK (floor >= 0)
+);
+
 -- What operators took out of the outbox because it could never be published: whole, with who did it, and why.
 CREATE TABLE postroom.dropped_events (
   id uuid PRIMARY KEY,
@@ -401,6 +415,22 @@ RETURN (
   FROM postroom.inbox_messages AS inbox
   WHERE inbox.source_context = postroom.context_of(is_confirmed.subject)
     AND inbox.message_id = is_confirmed.id
+);
+
+-- Whether some consumer of its stream may still want a message that others have handled: it had not acknowledged it, nor ended it
+-- in its inbox.
+CREATE FUNCTION postroom.is_awaited(
+  id text, subject text, stream text, stream_created_at timestamptz, sequence bigint
+) RETURNS boolean LANGUAGE sql STABLE
+RETURN EXISTS (
+  SELECT FROM postroom.consumer_floors AS known
+  WHERE known.stream = is_awaited.stream AND known.stream_created_at = is_awaited.stream_created_at
+    AND known.floor < is_awaited.sequence AND is_awaited.subject ~ known.pattern
+    AND NOT EXISTS (
+      SELECT FROM postroom.inbox_messages AS inbox
+      WHERE inbox.source_context = postroom.context_of(is_awaited.subject) AND inbox.message_id = is_awaited.id
+        AND inbox.consumer = known.consumer AND num_nonnulls(inbox.processed_at, inbox.dead_at) > 0
+    )
 );
 
 -- The messages of dead letters that were replayed: nothing else has them from then on, and a stream may lose them before they

@@ -11,7 +11,8 @@
 \set owner item.aggregate_id
 \set since item.occurred_at
 \set ours (starts_with(item.subject, $1 || '.') OR starts_with(item.subject, 'cmd.' || $1 || '.'))
-\set confirmed postroom.is_confirmed(item.id::text, item.subject)
+\set spot item.stream, item.stream_created_at, item.stream_sequence
+\set confirmed (postroom.is_confirmed(item.id::text, item.subject) AND NOT postroom.is_awaited(item.id::text, item.subject, :spot))
 \set ended FALSE
 
 -- name: claim

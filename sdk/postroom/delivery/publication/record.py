@@ -31,7 +31,7 @@ from nats.js.errors import NotFoundError
 
 from postroom.chassis.clock import now
 from postroom.chassis.postgres import Pool
-from postroom.delivery.errors import mapped
+from postroom.delivery.errors import NATS_ERRORS, mapped
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publication import Placed, Search, Source, message_id
 from postroom.delivery.publication.link import (
@@ -44,8 +44,9 @@ from postroom.delivery.publication.link import (
     read_floors,
     read_holes,
 )
-from postroom.delivery.publication.postgres import QUERIES, PostgresSource, all_marked
+from postroom.delivery.publication.postgres import EVENTS, QUERIES, PostgresSource, all_marked
 from postroom.delivery.settings import RecordSettings
+from postroom.delivery.streams import all_consumers, filters_of
 from postroom.delivery.subjects import expression_of
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +59,7 @@ class Record:
 
     def __init__(self, sources: Sequence[Source], settings: RecordSettings) -> None:
         self.comparisons = 0  # since the start
+        self.complete = False  # whether the last one found all that was lost before it
         self.requeued = dict.fromkeys((source.name for source in sources), 0)
         self.horizon = settings.horizon
         self._sources = sources
@@ -97,6 +99,7 @@ class Record:
                         requeued += await self._requeue(
                             source, Search("behind_the_end", *place, until - self.horizon, until)
                         )
+        self.complete = all_complete
         if all_complete:
             self._compared.update({stream.name: stream for stream in pictures})
         self._link = link
@@ -180,6 +183,47 @@ async def message_id_at(js: JetStreamContext, stream: str, sequence: int) -> str
     with mapped(f"looking at message {sequence} of {stream}"), suppress(NotFoundError):
         return str(((await js.get_msg(stream, sequence)).headers or {}).get(MESSAGE_ID, ""))
     return None
+
+
+class ConsumerFloors:
+    """Notes how far each consumer of events is, so that what others have handled is published again for it.
+
+    A stream takes its consumers with it, and a purge has them skip messages. So a round reads the consumers, compares
+    the streams by what was noted before, and notes what it read.
+    """
+
+    def __init__(self, pool: Pool, record: Record) -> None:
+        self._pool = pool
+        self._record = record
+        self._read: dict[tuple[str, datetime], dict[str, tuple[str, int]]] = {}
+
+    async def read(self, link: Link) -> None:
+        """Look at the consumers of the streams that events are published into; one that does not answer is left out."""
+        self._read = {}
+        for stream in link.streams.pictures:
+            if await self._pool.fetchval(EVENTS.queries["has_stream"], stream.name):
+                with suppress(*NATS_ERRORS, NotFoundError):
+                    self._read[stream.name, stream.created_at] = {
+                        info.name: (
+                            expression_of(*filters_of(info.config)),
+                            0 if info.ack_floor is None else info.ack_floor.stream_seq,
+                        )
+                        for info in await all_consumers(link.js, stream.name)
+                        if info.config.durable_name
+                    }
+
+    async def note(self, link: Link) -> None:
+        """Note what was read of the streams that are still there, if the comparison since found all that was lost."""
+        complete = self._record.complete
+        there = {(stream.name, stream.created_at) for stream in link.streams.pictures if complete}
+        for stream, consumers in self._read.items():
+            if stream in there:
+                patterns, floors = zip(*consumers.values(), strict=True) if consumers else ((), ())
+                await self._pool.execute(QUERIES["note_consumers"], *stream, list(consumers), patterns, floors)
+
+    async def prune(self) -> None:
+        """Forget those that were last seen before the horizon."""
+        await self._pool.execute(QUERIES["forget_consumers"], await now(self._pool) - self._record.horizon)
 
 
 class _Seen(NamedTuple):

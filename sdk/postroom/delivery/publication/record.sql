@@ -24,6 +24,22 @@ ON CONFLICT (stream, stream_created_at) DO UPDATE
 SET numbers = (known.numbers + excluded.numbers) * int8multirange(int8range($3::bigint, NULL))
 WHERE NOT known.numbers @> excluded.numbers;
 
+-- name: note_consumers
+-- Notes how far the consumers $3 of the stream $1, created at $2, have acknowledged it: their filters as expressions $4,
+-- floors $5. Others of the stream are deleted by now.
+WITH gone AS (
+  DELETE FROM postroom.consumer_floors
+  WHERE stream = $1 AND stream_created_at = $2 AND consumer <> ALL ($3::text[])
+)
+INSERT INTO postroom.consumer_floors AS known (stream, stream_created_at, consumer, pattern, floor)
+SELECT $1, $2, seen.* FROM unnest($3::text[], $4::text[], $5::bigint[]) AS seen (consumer, pattern, floor) ORDER BY 3
+ON CONFLICT (stream, stream_created_at, consumer) DO UPDATE
+SET pattern = excluded.pattern, floor = excluded.floor, seen_at = now();
+
+-- name: forget_consumers
+-- Deletes what is known of consumers that were last seen before $1.
+DELETE FROM postroom.consumer_floors WHERE seen_at < $1;
+
 -- name: forget_floors
 -- Deletes the floors of streams that were last seen before $1.
 DELETE FROM postroom.work_queue_floors AS known WHERE NOT EXISTS (
