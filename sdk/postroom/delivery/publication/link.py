@@ -342,9 +342,17 @@ class Link:
         return None
 
     async def publish(self, messages: Sequence[Outgoing]) -> list[Result]:
-        """Send `messages`, none of which has a `refusal`, in order, and return what became of each."""
-        if not messages:
-            return []
+        """Send `messages`, none of which has a `refusal`, in order, and return what became of each.
+
+        As many as a batch may have are sent before the next, and none behind one that JetStream does not answer for.
+        """
+        results: list[Result] = []
+        for begin in range(0, len(messages), _ATOMIC[-1]):
+            if not any(type(result) is Unanswered for result in results):  # what is denied holds back no other
+                results += await self._publish(messages[begin : begin + _ATOMIC[-1]])
+        return results + [Unanswered("what goes before it was not acknowledged")] * (len(messages) - len(results))
+
+    async def _publish(self, messages: Sequence[Outgoing]) -> list[Result]:
         streams, given = [self.streams.of(message.subject) for message in messages], self._given.copy()
         first, is_one = streams[0], streams.count(streams[0]) == len(streams)
         atomic = is_one and len(streams) in _ATOMIC and first is not None and first.atomic

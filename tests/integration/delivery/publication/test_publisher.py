@@ -334,7 +334,7 @@ async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> 
 
 @pytest.mark.parametrize(
     ("events", "takes_batches", "batches"),
-    [(31, True, 0), (32, True, 1), (1000, True, 1), (1001, True, 0), (32, False, 0)],
+    [(31, True, 0), (32, True, 1), (1000, True, 1), (1001, True, 1), (2500, True, 3), (32, False, 0)],
 )
 async def test_what_is_many_goes_as_an_atomic_batch(
     office: Any,
@@ -344,7 +344,7 @@ async def test_what_is_many_goes_as_an_atomic_batch(
 ) -> None:
     await office.add_stream(allow_atomic=takes_batches)
     await office.emit_many(events, aggregates=7)
-    publisher = office.publisher(PublisherSettings(batch=2000))
+    publisher = office.publisher(PublisherSettings(batch=3000))
     await publisher.step()
     await publisher.stop()
 
