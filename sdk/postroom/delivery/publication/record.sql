@@ -26,10 +26,12 @@ WHERE NOT known.numbers @> excluded.numbers;
 
 -- name: note_consumers
 -- Notes how far the consumers $3 of the stream $1, created at $2, have acknowledged it: their filters as expressions $4,
--- floors $5. Others of the stream are deleted by now.
+-- floors $5. Others that it had are deleted by now, and do not come back.
 WITH gone AS (
-  DELETE FROM postroom.consumer_floors
-  WHERE stream = $1 AND stream_created_at = $2 AND consumer <> ALL ($3::text[])
+  DELETE FROM postroom.consumer_floors WHERE stream = $1 AND consumer IN (
+    SELECT consumer FROM postroom.consumer_floors
+    WHERE stream = $1 AND stream_created_at = $2 AND consumer <> ALL ($3::text[])
+  )
 )
 INSERT INTO postroom.consumer_floors AS known (stream, stream_created_at, consumer, pattern, floor)
 SELECT $1, $2, seen.* FROM unnest($3::text[], $4::text[], $5::bigint[]) AS seen (consumer, pattern, floor) ORDER BY 3

@@ -1,4 +1,4 @@
-"""Postgres is the record: whatever a stream loses is published again, until a consumer has it."""
+"""Postgres is the record: whatever a stream loses is published again, until its consumers have it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from postroom._wire.unpublished import PublishedFilter
 from postroom.chassis.clock import now
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.publication import postgres
+from postroom.delivery.publication.link import Link
 from postroom.delivery.publication.postgres import EVENTS, redrive
-from postroom.delivery.publication.record import Record
-from postroom.delivery.settings import RecordSettings
+from postroom.delivery.publication.record import ConsumerFloors, Record
+from postroom.delivery.settings import NatsSettings, RecordSettings
 from postroom.errors import NotFound
 
 DEAD = """
@@ -139,6 +140,48 @@ async def test_what_a_webhook_got_is_published_again_for_those_that_it_is_really
     assert await office.compare(record := office.record()) == 0
     await office.js.purge_stream(office.stream)
     assert await office.compare(record) == 9
+
+
+async def test_one_loss_after_the_other_takes_nothing_from_a_consumer_that_is_behind_until_it_is_deleted(
+    office: Any, running: Any
+) -> None:
+    await office.add_stream()
+    await office.js.add_consumer(office.stream, durable_name="slow", ack_policy="explicit")
+    await publish(office, running, 10)
+    await receive(office, await office.ids(), "now()")
+    record = office.record()
+    await look(office, record)
+    for _ in range(2):  # the second time before anybody has looked at the consumers of the new stream
+        await office.js.delete_stream(office.stream)
+        await office.add_stream()
+        assert await office.compare(record) == 10
+        await publish(office, running, 0)
+
+    await office.js.add_consumer(office.stream, durable_name="slow", ack_policy="explicit")
+    slow = await office.js.pull_subscribe_bind("slow", office.stream)
+    for message in await slow.fetch(4):
+        await message.ack_sync()
+    await look(office, record)
+    await office.js.purge_stream(office.stream)  # after which it says that it has all
+    await look(office, record, lost=6)
+    await publish(office, running, 0)
+    await office.js.delete_consumer(office.stream, "slow")
+    await look(office, record)
+    await office.js.delete_stream(office.stream)
+    await office.add_stream()
+    assert await office.compare(record) == 0
+
+
+async def look(office: Any, record: Any, *, lost: int = 0) -> None:
+    """Do what a worker's round does."""
+    link = await Link.open(NatsSettings(url=office.nats_url), name="test", ack_seconds=5)
+    try:
+        floors = ConsumerFloors(office.pool, record)
+        await floors.read(link)
+        assert await record.compare(link) == lost
+        await floors.note(link)
+    finally:
+        await link.close()
 
 
 @pytest.mark.parametrize("consumer", ["someone", "s" * 64])
