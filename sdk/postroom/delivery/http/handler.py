@@ -64,6 +64,7 @@ class Reach:
         self._name = name
         self._since = 0.0
         self._missed = 0  # calls in a row without a connection
+        self._noted = 0.0  # when the last of them ended
         self._next = 0.0  # when a call may be tried
         self._trying = False
 
@@ -93,13 +94,14 @@ class Reach:
         else:
             yield max(self._next - time.monotonic(), PAUSES.first)
 
-    def missed(self, error: str) -> float:
-        """Take note of a call that found nobody; return the seconds until the next may be tried."""
-        if self.error is None or self._trying:  # what was under way together counts once
-            self._since = time.monotonic() if self.error is None else self._since
+    def missed(self, error: str, began: float) -> float:
+        """Take note of a call that found nobody, and when it began; return the seconds until the next may be tried."""
+        if self.error is None or began > self._noted:  # what was under way together counts once
+            self._noted = time.monotonic()
+            self._since = self._noted if self.error is None else self._since
             self._missed = 1 if self.error is None else self._missed + 1
             pause = PAUSES.seconds(self._missed)
-            self._next = time.monotonic() + pause
+            self._next = self._noted + pause
             _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=round(pause, 3))
         self.error = error
         return max(self._next - time.monotonic(), 0.0)
@@ -225,6 +227,7 @@ class HttpHandler:
         if claim.attempt > delivery.most_attempts(self._attempts.most):
             return Dead(MAX_DELIVER, claim.last_error or ACK_TIMEOUT, claim.attempt - 1), False
         with processing(delivery, self._inbox.consumer, claim.attempt) as span:
+            began = time.monotonic()
             with self.counters.call():
                 made = posted(incoming, self._inbox.consumer, claim.attempt, claim.last_error, self._client.format)
                 answer = await self._client.call(*made)
@@ -232,7 +235,7 @@ class HttpHandler:
             self.counters.answers[code] += 1
             if not answer.reached:
                 span.failed(code, answer.error)
-                return Later(answer.error, self.reach.missed(answer.error)), False
+                return Later(answer.error, self.reach.missed(answer.error, began)), False
             self.reach.reached()
             outcome = judge(answer, delivery, claim.attempt, self._attempts)
             if not isinstance(outcome, Done):
