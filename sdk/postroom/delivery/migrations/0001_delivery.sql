@@ -417,23 +417,6 @@ RETURN (
     AND inbox.message_id = is_confirmed.id
 );
 
--- Whether some consumer of its stream may still want a message that others have handled: it had not acknowledged it, nor ended it
--- in its inbox. One that was seen in an earlier stream of the name alone has acknowledged nothing of this one: it comes back.
-CREATE FUNCTION postroom.is_awaited(
-  id text, subject text, stream text, stream_created_at timestamptz, sequence bigint
-) RETURNS boolean LANGUAGE sql STABLE
-RETURN EXISTS (
-  SELECT FROM postroom.consumer_floors AS known LEFT JOIN postroom.consumer_floors AS own
-    ON own.stream = known.stream AND own.stream_created_at = is_awaited.stream_created_at AND own.consumer = known.consumer
-  WHERE known.stream = is_awaited.stream AND is_awaited.subject ~ known.pattern
-    AND coalesce(own.floor, 0) < is_awaited.sequence
-    AND NOT EXISTS (
-      SELECT FROM postroom.inbox_messages AS inbox
-      WHERE inbox.source_context = postroom.context_of(is_awaited.subject) AND inbox.message_id = is_awaited.id
-        AND inbox.consumer = known.consumer AND num_nonnulls(inbox.processed_at, inbox.dead_at) > 0
-    )
-);
-
 -- The messages of dead letters that were replayed: nothing else has them from then on, and a stream may lose them before they
 -- are handled. Another program's letters may be of one message, whose replays are one message too.
 CREATE TABLE postroom.replays (

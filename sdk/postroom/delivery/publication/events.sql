@@ -1,4 +1,8 @@
 -- Events, in the words of rows.sql, and the queries that only they have.
+--
+-- Some consumer of the stream may still want an event that others have handled (`awaited`): it had not acknowledged it, nor
+-- ended it in its inbox. One that was seen in an earlier stream of the name alone has acknowledged nothing of this one, and
+-- comes back. This is no function of the database: it is asked for each of many events, and a call takes longer than it.
 
 \set table postroom.outbox_events
 \set key item.id::text
@@ -11,8 +15,11 @@
 \set owner item.aggregate_id
 \set since item.occurred_at
 \set ours (starts_with(item.subject, $1 || '.') OR starts_with(item.subject, 'cmd.' || $1 || '.'))
-\set spot item.stream, item.stream_created_at, item.stream_sequence
-\set confirmed (postroom.is_confirmed(item.id::text, item.subject) AND NOT postroom.is_awaited(item.id::text, item.subject, :spot))
+\set floors postroom.consumer_floors AS known LEFT JOIN postroom.consumer_floors AS own ON own.stream = known.stream AND own.stream_created_at = item.stream_created_at AND own.consumer = known.consumer
+\set behind known.stream = item.stream AND coalesce(own.floor, 0) < item.stream_sequence AND item.subject ~ coalesce(own.pattern, known.pattern)
+\set inboxed inbox.source_context = postroom.context_of(item.subject) AND inbox.message_id = item.id::text AND inbox.consumer = known.consumer AND num_nonnulls(inbox.processed_at, inbox.dead_at) > 0
+\set awaited EXISTS (SELECT FROM :floors WHERE :behind AND NOT EXISTS (SELECT FROM postroom.inbox_messages AS inbox WHERE :inboxed))
+\set confirmed (postroom.is_confirmed(item.id::text, item.subject) AND NOT :awaited)
 \set ended FALSE
 
 -- name: claim
