@@ -152,7 +152,8 @@ class Upkeep:
     async def _round(self) -> None:
         async with self._one_at_a_time:
             link = await self._connected()
-            await self._floors.read(link)
+        await self._floors.read(link)  # which may take its time, and publishers wait for the lock
+        async with self._one_at_a_time:
             await self._look(link)
             await self._floors.note(link)
         await self._work_queues.check(link, self._audit)
