@@ -182,18 +182,21 @@ for _verb in VERBS:
 def prune(
     *,
     older_than: Annotated[
-        datetime,
+        datetime | None,
         typer.Option(
-            parser=moment, metavar="DURATION", help="Only rows that ended longer ago than 7d, 12h, or before a time."
+            parser=moment,
+            metavar="DURATION",
+            help="Only rows that ended longer ago than 7d, 12h, or before a time [default: as the daemon's "
+            "outbox.keep_payloads says].",
         ),
-    ],
+    ] = None,
     change: Change,
     socket: Socket = None,
 ) -> None:
     """Delete the payloads of old done and aborted rows now; ids and outcomes stay forever."""
     why = reason_or_ask(change.reason)
     confirm("Permanently delete the payloads of old done and aborted rows?", yes=change.yes)
-    seconds = (datetime.now(UTC) - older_than).total_seconds()
+    seconds = None if older_than is None else (datetime.now(UTC) - older_than).total_seconds()
     with progress(as_json=change.as_json) as show:
 
         def show_count(count: int) -> None:

@@ -121,7 +121,8 @@ class OutboxRoutes:
     async def prune(self, request: Request) -> web.StreamResponse:
         """Delete the payloads of old done and aborted rows; the rows stay."""
         asked = await self._reader.decode(request, operations.PruneRequest)
-        before = now_ms() - int(asked.older_than_seconds * 1000)
+        age = asked.older_than_seconds
+        before = None if age is None else now_ms() - int(age * 1000)
         pruned, after = await self._outbox.prune(before, after=asked.cursor, caller=request.caller, reason=asked.reason)
         return json_answer(operations.PruneResult(pruned=pruned, next_cursor=after))
 

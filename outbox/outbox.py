@@ -450,14 +450,16 @@ class Outbox(reader.Reader):
         return total
 
     async def prune(
-        self, settled_before_ms: int, *, caller: model.Caller, reason: str, after: int = 0
+        self, settled_before_ms: int | None, *, caller: model.Caller, reason: str, after: int = 0
     ) -> tuple[int, int | None]:
         """Drop the payloads of done and aborted rows that settled before the moment, of some 100,000 rows at most.
 
-        Returns how many, and after which row to go on (None at the end). Rows, ids, fingerprints and outcomes stay for
-        ever.
+        None is `keep_payloads` ago. Returns how many, and after which row to go on (None at the end). Rows, ids,
+        fingerprints and outcomes stay for ever.
         """
         order = operations.Order(caller, reason).checked()
+        if settled_before_ms is None:
+            settled_before_ms = self._kept_since(self._clock())
         total, last = await self._prune(settled_before_ms, after, _PRUNED // _CHUNK)
         moment = from_milliseconds(min(settled_before_ms, self._clock()))
         detail = f"{counted(total, 'payload')} of rows that ended before {when(moment)}"
@@ -472,10 +474,13 @@ class Outbox(reader.Reader):
         while True:
             now = await confirmed_time()
             try:
-                await self._prune(now - int(self._settings.keep_payloads * _DAY_MS))
+                await self._prune(self._kept_since(now))
             except PostroomError as error:
                 _log.warning("not_pruned", error=str(error), advice="it is tried again")
             await asyncio.sleep(_PRUNE_EVERY)
+
+    def _kept_since(self, now: int) -> int:
+        return now - int(self._settings.keep_payloads * _DAY_MS)
 
     async def _prune(
         self, settled_before_ms: int, after: int | None = 0, slices: int = sys.maxsize

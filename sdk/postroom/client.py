@@ -324,12 +324,12 @@ class AsyncClient(Calls):
             asked = replace(asked, cursor=part.next_cursor)
 
     async def prune(
-        self, older_than_seconds: float, *, reason: str, tell: Callable[[int], None] | None = None
+        self, older_than_seconds: float | None = None, *, reason: str, tell: Callable[[int], None] | None = None
     ) -> PruneResult:
         """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay.
 
-        One request covers some 100,000 rows; what it did stays done where a later one fails. `tell` is called after
-        each with the number of payloads so far.
+        Without an age it is `outbox.keep_payloads` of the daemon. One request covers some 100,000 rows; what it did
+        stays done where a later one fails. `tell` is called after each with the number of payloads so far.
         """
         total, cursor = PruneResult(pruned=0), 0
         while True:

@@ -182,11 +182,11 @@ class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Delete the payload of `done` and `aborted` rows that are older than this; the rows themselves stay.
 
-    `cursor` is the `next_cursor` of the previous answer.
+    Without an age it is `outbox.keep_payloads` of the daemon. `cursor` is the `next_cursor` of the previous answer.
     """
 
     reason: Reason
-    older_than_seconds: Age
+    older_than_seconds: Age | None = None
     cursor: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 

@@ -161,6 +161,20 @@ def test_prune_empties_payloads_and_keeps_rows(sent: Terminal) -> None:
     assert len(sent.run("outbox", "list", "--json").json) == 3
 
 
+@pytest.mark.parametrize(("keep_payloads", "pruned"), [("7", "0 payloads"), ("0", "1 payload")])
+async def test_prune_goes_by_the_daemons_own_retention(short_directory: Path, keep_payloads: str, pruned: str) -> None:
+    daemon = LoneDaemon(short_directory, OUTBOX_KEEP_PAYLOADS=keep_payloads)
+    await daemon.start()
+    try:
+        user = Terminal(daemon.socket)
+        for command in (("send", "topic:orders", "x", "--id", "a"), ("outbox", "abort", "a", *WHY, "--yes")):
+            assert (await asyncio.to_thread(user.run, *command)).code == 0
+        done = await asyncio.to_thread(user.run, "outbox", "prune", *WHY, "--yes")
+        assert (done.code, done.out) == (0, f"{pruned} deleted\n")
+    finally:
+        daemon.stop()
+
+
 def test_export_writes_every_row(sent: Terminal, tmp_path: Path) -> None:
     file = tmp_path / "rows"
     assert "3 rows exported" in sent.run("outbox", "export", "--output", file).err
