@@ -309,7 +309,7 @@ class Outbox(reader.Reader):
                 raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
             order = order._replace(doubt=learned.doubt)
         came = await self._store.submit(operations.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
-        self._changed(row_id if verb == "requeue" else came)
+        self._changed(verb, row_id)
         if VERBS[verb].urges:
             self.urged()
         return await self.row(came)
@@ -385,7 +385,7 @@ class Outbox(reader.Reader):
                 raise outcome
             else:
                 result.done.append(row_id)
-                self._changed(row_id)
+                self._changed(verb, row_id)
         return order
 
     async def _learn(self, row_ids: Sequence[str]) -> operations.Learned:
@@ -403,8 +403,7 @@ class Outbox(reader.Reader):
         except PostroomError as error:
             return operations.Learned({}, f"the broker cannot be asked: {error}")
         settled = await self._store.submit(Step(partial(operations.learn, rows, found), rows=len(rows)))
-        for row_id in settled:
-            self._changed(row_id)
+        self._watchers.settled(settled)
         accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}
         return operations.Learned({row_id: accepted[row_id] for row_id in settled})
 
@@ -541,7 +540,8 @@ class Outbox(reader.Reader):
         if self._store.failure is not None:
             raise errors.write_failed(self._store.path, self._store.failure)
 
-    def _changed(self, row_id: str) -> None:
-        """Wake the relay, and callers that wait for this row: it may be due now, or settled."""
+    def _changed(self, verb: Verb, row_id: str) -> None:
+        """Wake the relay, since a row may be due now, and callers that wait for this one if it is retired."""
         self._work.set()
-        self._watchers.settled([row_id])
+        if VERBS[verb].retires:
+            self._watchers.settled([row_id])

@@ -163,6 +163,19 @@ async def test_a_wait_ends_when_the_send_is_done(room: Any) -> None:
     assert (reply["status"], reply["broker_message_id"], reply["history_id"]) == ("done", "B", 1)
 
 
+@pytest.mark.parametrize("one", [True, False], ids=["one row", "many"])
+async def test_a_wait_goes_on_while_operators_hold_release_and_flush_the_row(room: Any, *, one: bool) -> None:
+    await room.send(LINE, idempotency_key="k")
+    waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
+    await until(lambda: room.outbox._watchers.any)
+    for verb in ("hold", "release", "flush"):
+        target, named = (f"k/{verb}", {}) if one else (verb, {"filter": {"ids": ["k"]}})
+        assert (await room.request("POST", f"/v1/outbox/{target}", {"reason": "a test", **named})).status == 200
+    (row,) = await room.outbox.claim()
+    await room.outbox.settle([Settlement(row.row_id, Verdict.DONE, broker_message_id="B", history_id=1)])
+    assert (await waiting).json["status"] == "done"
+
+
 async def test_a_wait_whose_time_is_up_says_where_the_send_is(room: Any) -> None:
     await room.send(LINE, idempotency_key="k")
     assert (await room.request("GET", "/v1/sends/k?wait=0.01")).json["status"] == "pending"
