@@ -77,5 +77,5 @@ SELECT coalesce(sum(room), 0) FROM outbox WHERE seq IN (SELECT value FROM json_e
 -- Send these rows again under their own ids: as if they had been sent now.
 UPDATE outbox
 SET status = 'pending', lane = due_lane, next_attempt_at = :now,
-    not_before = :now, delivered_at = NULL, broker_message_id = NULL, history_id = NULL, duplicate = NULL
+    resent_at = :now, delivered_at = NULL, broker_message_id = NULL, history_id = NULL, duplicate = NULL
 WHERE seq IN (SELECT value FROM json_each(:seqs)) AND status = 'done';

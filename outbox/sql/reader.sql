@@ -135,13 +135,13 @@ SELECT min(enqueued_at) FROM (
 -- name: due_since
 -- Since when the row is due that has waited longest, by the first hundred of each lane, those that wait for their next
 -- attempt, and those that are inflight. What is held is not due.
-SELECT min(max(enqueued_at, coalesce(not_before, 0))) FROM (
-    SELECT * FROM (SELECT enqueued_at, not_before FROM outbox WHERE lane = 0 ORDER BY seq LIMIT 100) UNION ALL
-    SELECT * FROM (SELECT enqueued_at, not_before FROM outbox WHERE lane = 1 ORDER BY seq LIMIT 100) UNION ALL
-    SELECT * FROM (SELECT enqueued_at, not_before FROM outbox WHERE lane = 2 ORDER BY seq LIMIT 100) UNION ALL
-    SELECT * FROM (SELECT enqueued_at, not_before FROM outbox INDEXED BY outbox_waiting WHERE lane = 3
+SELECT min(age_from) FROM (
+    SELECT * FROM (SELECT age_from, not_before FROM outbox WHERE lane = 0 ORDER BY seq LIMIT 100) UNION ALL
+    SELECT * FROM (SELECT age_from, not_before FROM outbox WHERE lane = 1 ORDER BY seq LIMIT 100) UNION ALL
+    SELECT * FROM (SELECT age_from, not_before FROM outbox WHERE lane = 2 ORDER BY seq LIMIT 100) UNION ALL
+    SELECT * FROM (SELECT age_from, not_before FROM outbox INDEXED BY outbox_waiting WHERE lane = 3
                    ORDER BY next_attempt_at LIMIT 100) UNION ALL
-    SELECT * FROM (SELECT enqueued_at, not_before FROM outbox
+    SELECT * FROM (SELECT age_from, not_before FROM outbox
                    WHERE status = 'inflight' AND status IN ('inflight', 'done', 'dead', 'aborted') LIMIT 100)
 ) WHERE coalesce(not_before, 0) <= :now;
 

@@ -78,8 +78,8 @@ DELETE FROM outbox_payload WHERE NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.s
 -- Write a row into the new file.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status,
                     lane, priority, destination, submitted_by, not_before, last_error, delivered_at, broker_message_id,
-                    history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_bytes)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+                    history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_bytes, resent_at)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: keep_failed_posts
 -- Write what is known of the failed posts of a row into the new file, if that has the row.
@@ -94,6 +94,10 @@ INSERT OR IGNORE INTO operator_log (seq, at, verb, actor, reason, row_id, detail
 -- name: log_lines
 -- How many lines there are.
 SELECT count(*) FROM operator_log;
+
+-- name: keep_undated
+-- Write from when rows age that an unconfirmed clock dated into the new file.
+INSERT OR IGNORE INTO outbox_undated (after, since) VALUES (?, ?);
 
 -- name: keep_control
 -- Write operators' settings of the relay into the new file, except invalid ones.
