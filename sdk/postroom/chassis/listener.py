@@ -63,6 +63,7 @@ _SWEPT_AT_ONCE: Final = 100  # connections
 _EXAMINED: Final = 100  # connections at most, to find one that is idle
 _MOST_UNREAD: Final = 64 * 1024 * 1024  # bytes of answers that peers do not read
 TOO_MUCH_UNREAD: Final = "too_much_unread"  # why a connection was dropped
+_MOST_FIELDS: Final = 100  # of the head of a request (docs/contract/bad-input.md#bad-input-9)
 _NOT_HTTP: Final = "the request is not HTTP/1.1"
 _REFUSED: Final[dict[type[BaseException], str]] = {
     LineTooLong: "a line of the request's head is too long",
@@ -482,6 +483,7 @@ async def running(
             on_drop=on_drop,
             request_factory=inner.request_factory,
             access_log=None,
+            max_headers=_MOST_FIELDS,
             **options,
         )
         runner = web.ServerRunner(server, shutdown_timeout=shutdown_seconds)

@@ -194,6 +194,13 @@ async def test_a_batch_whose_caller_may_be_gone_is_not_written_and_it_is_told(ex
     assert (await exposed.member("alice").get("/v1/history")).body["messages"] == []
 
 
+@pytest.mark.parametrize(("fields", "status"), [(100, 200), (101, 400)])
+async def test_a_request_may_have_a_hundred_header_fields(exposed: Any, fields: int, status: int) -> None:
+    more = "".join(f"\r\nX-{number}: x" for number in range(fields - 3))
+    answer = await _asked(exposed, _request(exposed, f"GET /v1/features HTTP/1.1{more}"))
+    assert answer.split(b" ", 2)[1] == str(status).encode()
+
+
 async def test_another_version_of_http_is_refused(exposed: Any) -> None:
     answer = await _asked(exposed, _request(exposed, "GET /v1/features HTTP/2.0"))
     assert answer.startswith(b"HTTP/1.1 505 HTTP Version Not Supported\r\n")
