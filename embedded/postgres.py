@@ -21,7 +21,8 @@ from embedded.server import INSTALL_HINT, EmbeddedServer, socket_directory, wait
 
 ROLE = "postroom"
 _UNPRIVILEGED = "nobody"
-_SOCKET = ".s.PGSQL.5432"
+_PORT = 5432  # of the socket's name alone
+_SOCKET = f".s.PGSQL.{_PORT}"
 _ORPHAN_SECONDS = 30.0  # how long the children of a killed Postgres may take to notice
 _READY_LINE = 7  # of postmaster.pid, from 0
 
@@ -109,7 +110,7 @@ class EmbeddedPostgres(EmbeddedServer):
 
     def url_of(self, database: str) -> str:
         """Return the URL of any database, for asyncpg and libpq alike."""
-        return f"postgresql://{ROLE}@/{database}?host={quote(str(self.socket_directory), safe='')}"
+        return f"postgresql://{ROLE}@/{database}?host={quote(str(self.socket_directory), safe='')}&port={_PORT}"
 
     @property
     def socket_directory(self) -> Path:

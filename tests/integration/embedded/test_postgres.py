@@ -57,6 +57,14 @@ async def test_the_role_may_end_an_autovacuum_of_a_database_that_it_drops(server
     await connection.close()
 
 
+async def test_a_port_that_is_set_for_another_postgres_is_not_taken(
+    server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPORT", "5433")  # what asyncpg and libpq take where an address has none
+    connection = await asyncpg.connect(server.start())
+    await connection.close()
+
+
 @pytest.mark.parametrize("name", ["data/postmaster.pid", "run/.s.PGSQL.5432.lock"])
 def test_a_lock_file_that_names_a_stranger_is_no_obstacle(server: EmbeddedPostgres, name: str) -> None:
     server.start()
