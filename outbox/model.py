@@ -100,7 +100,7 @@ class ClaimedRow(NamedTuple):
     payload: bytes  # an encoded `postroom._wire.message.Envelope`
     destination: str
     attempts: int  # before this one
-    age_from: int  # ms since the epoch: enqueued, or later by not_before, a resend or a clock that nobody had confirmed
+    age_from: int  # ms since the epoch: enqueued, or later by not_before, a resend or a clock that was behind
     not_before: int = 0  # ms since the epoch
 
 

@@ -93,9 +93,8 @@ class Outbox(reader.Reader):
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
         `clock` returns ms since the epoch; until it is confirmed no row is dated before `earliest`. `steady_clock`
-        returns ms too, and nobody sets it: by it no row that an unconfirmed clock dated, and that may not have reached
-        the broker, is older than the start in which the clock is confirmed. `look_up` asks the broker for rows that it
-        did not answer for.
+        returns ms too, and nobody sets it: where it is given, no row that was accepted since this start, and may not
+        have reached the broker, is older than the start. `look_up` asks the broker for rows that it did not answer for.
 
         Raises `Fatal`: 69 where another process owns the directory, 78 for a file that cannot be used as it is, which
         one that was recovered with rows missing can with `accept_lost_ids`, 75 or 74 while the disk is full or fails.
@@ -216,7 +215,7 @@ class Outbox(reader.Reader):
             size += result.size
         if not excluded and not result.more:
             self._drained_at = now
-        return await self.claimed(seqs, self._transactor.started()) if seqs else []
+        return await self.claimed(seqs, self._transactor.own()) if seqs else []
 
     async def _claim(self, claim: relay.Claim) -> relay.ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
@@ -249,7 +248,7 @@ class Outbox(reader.Reader):
         """
         total, places = 0, dict.fromkeys(model.LANES, 0)
         while places:
-            work = partial(relay.expire, before_ms, _EXPIRY_CHUNK, places, self._transactor.started())
+            work = partial(relay.expire, before_ms, _EXPIRY_CHUNK, places, self._transactor.own())
             ids, places = await self._store.submit(Step(work, rows=_EXPIRY_CHUNK * len(places)))
             self._watchers.settled(ids)
             total += len(ids)

@@ -14,7 +14,7 @@ import msgspec
 
 from outbox.errors import row_not_found
 from outbox.model import ClaimedRow, Comparison, DoneRow, Missing, OutboxCounts, RelayControl, Unanswered
-from outbox.relay import read_claimed
+from outbox.relay import Own, read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.moment import from_milliseconds
 from postroom._wire.nouns import LogLine, LogPage, LogQuery, invalid_cursor
@@ -195,9 +195,9 @@ class Reader:
         """Count the done rows that the broker's database lost."""
         return Missing(*await self._store.read(lambda db: db.execute(_COMPARING["missing"]).fetchone()))
 
-    async def claimed(self, seqs: Sequence[int], started: int) -> list[ClaimedRow]:
+    async def claimed(self, seqs: Sequence[int], own: Own) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""
-        return await self._store.read(partial(read_claimed, seqs, started))
+        return await self._store.read(partial(read_claimed, seqs, own))
 
     async def counts(self) -> OutboxCounts:
         """Return the stored counters and the sizes on disk."""

@@ -142,7 +142,6 @@ _FailedPosts = tuple[int, str]
 _Posts = Annotated[list[tuple[_Time, _Number, str, str, _Time, _Number]], Meta(max_length=20)]  # of a row, as JSON
 _Tally = tuple[int, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number, _Number]  # the counters
 _Control = tuple[str, Literal[0, 1], float | None]
-_Undated = tuple[int, str, _Time | None]
 _Entry = tuple[_Id, _Number]  # an id, and the number of the row that has it
 _Key = tuple[int, _Number]  # the same of a moved row, by its key
 
@@ -291,8 +290,6 @@ class _Salvage:
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
         entries = (seq for (_, seq), sound in self._keys("operator_log_row", _Entry) if sound)
         last = max(self._highest["operator_log"], max(filter(self._is_number, entries), default=0))
-        for mark in self._rows("outbox_undated", _Undated):
-            self._new.execute(_QUERIES["keep_undated"], mark[1:])
         for control, _ in self._keys("relay_control", _Control):
             self._new.execute(_QUERIES["keep_control"], control)
         for recovery in self._rows("outbox_recovery", _Recovered, numbered=False):

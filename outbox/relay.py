@@ -57,6 +57,16 @@ class WalkedPast:
         self._after.clear()
 
 
+class Own(NamedTuple):
+    """The rows that this process has accepted: none of them is older than it, whatever the clock said at the time.
+
+    A row of which a post got no answer is as old as it says: the broker may have forgotten its id since.
+    """
+
+    after: str  # ids of rows grow; theirs are greater than this
+    since: int  # ms since the epoch, by the clock as it is now
+
+
 class Claim(NamedTuple):
     """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least `least`."""
 
@@ -126,25 +136,6 @@ def shorten_waits(transaction: Transaction, walked: WalkedPast, *, seen: bool) -
         walked.forget()
 
 
-def dates_in_doubt(db: sqlite3.Connection) -> bool:
-    """Return whether rows have been dated since a clock was last confirmed, here or before this start."""
-    return db.execute(_QUERIES["undated_after"]).fetchone() is not None
-
-
-def doubt_dates(transaction: Transaction, last_id: str) -> None:
-    """Note that the rows after this one are dated by a clock that nobody has confirmed."""
-    transaction.execute(_QUERIES["doubt_dates"], {"last_id": last_id})
-
-
-def confirm_dates(transaction: Transaction, last_id: str, started: int) -> None:
-    """Let the rows that were dated in doubt be no older than this process, which `started` then (ms since the epoch).
-
-    A row of which a post got no answer is as old as it says: the broker may have forgotten its id since.
-    """
-    transaction.execute(_QUERIES["no_dates_in_doubt"], {"last_id": last_id})
-    transaction.execute(_QUERIES["confirm_dates"], {"started": started})
-
-
 def settle(settlements: Sequence[Settlement], walked: WalkedPast, post: Post | None, transaction: Transaction) -> int:
     """Apply the broker's answers to `post`, one statement per verdict; returns how many rows were settled.
 
@@ -185,7 +176,7 @@ def settle(settlements: Sequence[Settlement], walked: WalkedPast, post: Post | N
 
 
 def expire(
-    before: int, scan: int, places: Mapping[int, int], started: int, transaction: Transaction
+    before: int, scan: int, places: Mapping[int, int], own: Own, transaction: Transaction
 ) -> tuple[list[str], dict[int, int]]:
     """Give up the rows that were due before a moment (ms since the epoch) among the next `scan` rows of each lane.
 
@@ -198,7 +189,8 @@ def expire(
     onward: dict[int, int] = {}
     for lane, after in places.items():
         place = {"lane": lane, "before": before, "after": after, "scan": scan}
-        expired, last = transaction.db.execute(_QUERIES["expired"], {**place, "started": started}).fetchone()
+        parameters = {**place, "own_after": own.after, "own_since": own.since}
+        expired, last = transaction.db.execute(_QUERIES["expired"], parameters).fetchone()
         ids += _decode_ids(expired)
         if last is not None:
             onward[lane] = last
@@ -222,9 +214,9 @@ def reclaim(transaction: Transaction) -> None:
     transaction.changed("inflight", "pending", transaction.execute(_QUERIES["reclaim"], {"now": transaction.now}))
 
 
-def read_claimed(seqs: Sequence[int], started: int, db: sqlite3.Connection) -> list[ClaimedRow]:
+def read_claimed(seqs: Sequence[int], own: Own, db: sqlite3.Connection) -> list[ClaimedRow]:
     """Return the rows that a claim took, in its order; runs on the thread of any connection."""
-    parameters = {"seqs": _encode(seqs).decode(), "started": started}
+    parameters = {"seqs": _encode(seqs).decode(), "own_after": own.after, "own_since": own.since}
     (found,) = db.execute(_QUERIES["taken"], parameters).fetchone()
     return [
         ClaimedRow(row_id, name, bytes.fromhex(fingerprint), bytes(payload), to, attempts, age_from, not_before)

@@ -42,7 +42,7 @@ CREATE TABLE outbox (
     superseded_by       TEXT,                            -- id of the successor
     payload_bytes       INTEGER NOT NULL CHECK (payload_bytes >= 0),
     resent_at           INTEGER,                         -- an operator had it sent again then, since the broker had lost it
-    age_from           INTEGER GENERATED ALWAYS AS (max(enqueued_at, coalesce(not_before, 0), coalesce(resent_at, 0))) VIRTUAL,
+    age_from            INTEGER GENERATED ALWAYS AS (max(enqueued_at, coalesce(not_before, 0), coalesce(resent_at, 0))) VIRTUAL,
     due_lane            INTEGER GENERATED ALWAYS AS (CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END) VIRTUAL,
     held                INTEGER GENERATED ALWAYS AS (lane IS 4) VIRTUAL,
     -- Bytes of the file (outbox/transaction.py: room_of): the row and its index entries, its share of a page of payloads, further pages.
@@ -246,14 +246,6 @@ CREATE TABLE relay_control (
     paused          INTEGER NOT NULL CHECK (paused IN (0, 1)),
     rate_per_second REAL    CHECK (rate_per_second > 0)
 ) WITHOUT ROWID;
-
--- From when rows age that were dated by a clock which nobody had confirmed: those with an id above `after`, up to the next
--- line's, are no older than `since`; NULL until a clock is confirmed. The rows after that are younger anyway.
-CREATE TABLE outbox_undated (
-    number INTEGER PRIMARY KEY,
-    after  TEXT    NOT NULL UNIQUE,                      -- the id of the row before them, '' for none
-    since  INTEGER
-);
 
 -- A row in one piece (docs/contract/send.md#send-50), for a look into the file by hand.
 CREATE VIEW outbox_whole AS

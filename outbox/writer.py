@@ -22,7 +22,7 @@ from typing import Any, Final
 import structlog
 
 from outbox.accept import Accept, accept_group
-from outbox.relay import WalkedPast, confirm_dates, dates_in_doubt, doubt_dates, shorten_waits
+from outbox.relay import Own, WalkedPast, shorten_waits
 from outbox.settled import following, last_id, prune, read_salt
 from outbox.transaction import Operation, Space, Step, Transaction, headroom_of, last_dated, read_space, room_of
 from postroom.chassis import store
@@ -139,12 +139,12 @@ class Transactor(store.Transactor):
         super().__init__()
         self._clock, self._steady_clock = clock, steady_clock
         self._started = steady_clock()
+        self._before = ""  # the id of the last row before this start
         self._new_ids = new_ids
         self._max_bytes = max_bytes
         self._walked = walked
         self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
         self._clock_is_confirmed = False
-        self._dates_in_doubt = False  # as the file says
         self._dated = earliest  # when the last row was enqueued
         self._salt = b""
         self._last_id = ""  # of a row
@@ -158,14 +158,13 @@ class Transactor(store.Transactor):
     def start(self, db: sqlite3.Connection) -> None:
         """Read the state of the file, before everything else."""
         self._salt = read_salt(db)
-        self._last_id = last_id(db)
-        self._dates_in_doubt = dates_in_doubt(db)
+        self._last_id = self._before = last_id(db)
         self._dated = max(self._dated, last_dated(db))
         self.space = read_space(db)
 
-    def started(self) -> int:
-        """Return when this process started, by the clock as it is now."""
-        return self._clock() - (self._steady_clock() - self._started)
+    def own(self) -> Own:
+        """Return which rows were accepted since the start, and when that was by the clock as it is now."""
+        return Own(self._before, self._clock() - (self._steady_clock() - self._started))
 
     def confirm_clock(self) -> None:
         """Date new rows by the clock until it is set back: a trusted source of the time has agreed with it."""
@@ -177,20 +176,16 @@ class Transactor(store.Transactor):
             with transaction(db):
                 now = self._clock()
                 set_back = now < self._latest - _SET_BACK
-                confirmed = self._clock_is_confirmed = self._clock_is_confirmed and not set_back
+                self._clock_is_confirmed = self._clock_is_confirmed and not set_back
                 here = Transaction(
                     db,
                     now=now,
-                    dated=now if confirmed else max(now, self._dated),
+                    dated=now if self._clock_is_confirmed else max(now, self._dated),
                     new_ids=self._next_ids,
                     space=self.space,
                     salt=self._salt,
                     max_bytes=self._max_bytes,
                 )
-                if confirmed and self._dates_in_doubt:
-                    confirm_dates(here, self._last_id, self.started())
-                elif not (confirmed or self._dates_in_doubt):
-                    doubt_dates(here, self._last_id)
                 if set_back:
                     shorten_waits(here, self._walked, seen=self._latest < sys.maxsize)
                 outcomes: list[Outcome] = []
@@ -208,7 +203,6 @@ class Transactor(store.Transactor):
         except BaseException:
             self._walked.forget()  # rows that a claim walked past or took may be back
             raise
-        self._dates_in_doubt = not confirmed
         self._latest = here.now
         self._dated = here.dated
         space = here.space

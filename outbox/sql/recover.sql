@@ -95,10 +95,6 @@ INSERT OR IGNORE INTO operator_log (seq, at, verb, actor, reason, row_id, detail
 -- How many lines there are.
 SELECT count(*) FROM operator_log;
 
--- name: keep_undated
--- Write from when rows age that an unconfirmed clock dated into the new file.
-INSERT OR IGNORE INTO outbox_undated (after, since) VALUES (?, ?);
-
 -- name: keep_control
 -- Write operators' settings of the relay into the new file, except invalid ones.
 INSERT OR IGNORE INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);

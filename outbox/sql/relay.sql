@@ -17,22 +17,6 @@ WHERE seq IN (
     WHERE lane = 3 AND next_attempt_at > :latest AND next_attempt_at > coalesce(not_before, 0)
 );
 
--- name: undated_after
--- The row after which rows have been dated by a clock that nobody has confirmed yet; none where it is confirmed.
-SELECT after FROM outbox_undated WHERE since IS NULL;
-
--- name: doubt_dates
--- From now on rows are dated by a clock that nobody has confirmed.
-INSERT OR REPLACE INTO outbox_undated (after) VALUES (:last_id);
-
--- name: no_dates_in_doubt
--- The clock is confirmed before it has dated a row.
-DELETE FROM outbox_undated WHERE since IS NULL AND after = :last_id;
-
--- name: confirm_dates
--- The clock is confirmed: the rows until now are no older than this.
-UPDATE outbox_undated SET since = :started WHERE since IS NULL;
-
 -- name: next_due
 -- When the first of the waiting rows becomes due.
 SELECT min(next_attempt_at) FROM outbox INDEXED BY outbox_waiting WHERE lane = 3;
@@ -70,9 +54,7 @@ WHERE seq IN (SELECT value FROM json_each(?));
 SELECT CAST('[' || coalesce(group_concat(
            '["' || outbox.id || '","' || client_message_id || '","' || hex(request_fingerprint) || '",'
            || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ','
-           || max(age_from,
-                  iif(unanswered_at IS NULL, coalesce((SELECT coalesce(since, :started) FROM outbox_undated
-                                                       WHERE after < outbox.id ORDER BY after DESC LIMIT 1), 0), 0))
+           || max(age_from, iif(outbox.id > :own_after AND unanswered_at IS NULL, :own_since, 0))
            || ',' || coalesce(not_before, 0) || ']'
        ), '') || ']' AS BLOB)
 FROM json_each(:seqs) AS chosen
@@ -151,9 +133,7 @@ WHERE status = 'inflight' AND status IN ('inflight', 'done', 'dead', 'aborted');
 -- Those of the next `scan` rows of a lane that were both enqueued and meant to go before `before`, as a JSON array of
 -- ids; and the last of the stretch, where older rows than that may follow it.
 SELECT json_group_array(id) FILTER (
-           WHERE max(age_from,
-                     iif(unanswered_at IS NULL, coalesce((SELECT coalesce(since, :started) FROM outbox_undated
-                                                          WHERE after < id ORDER BY after DESC LIMIT 1), 0), 0)) < :before),
+           WHERE max(age_from, iif(id > :own_after AND unanswered_at IS NULL, :own_since, 0)) < :before),
        CASE WHEN count(*) = :scan AND min(enqueued_at) < :before THEN max(seq) END
 FROM (SELECT seq, id, enqueued_at, age_from, unanswered_at FROM outbox
       WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan);

@@ -238,10 +238,7 @@ class Station:
 async def station(
     tmp_path: Path, token_file: Path, scripted_broker: ScriptedBroker
 ) -> AsyncIterator[Callable[..., Awaitable[Station]]]:
-    """Open an outbox in the test's directory with a relay to `url`; opened again, it is the same outbox.
-
-    Its clock is `ahead` by so many hours.
-    """
+    """Open an outbox in the test's directory with a relay to `url`; opened again, it is the same outbox."""
     stations: list[Station] = []
 
     async def start(
@@ -252,11 +249,9 @@ async def station(
         name: str = "state",
         earliest: int = 0,
         steady: bool = False,
-        ahead: float = 0,
         **settings: Any,
     ) -> Station:
         clock = FastClock(speed)
-        clock.jump(ahead)
         scripted_broker.date = clock.now_ms
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)

@@ -221,35 +221,6 @@ async def test_what_a_host_accepts_before_its_clock_is_set_does_not_expire_when_
     assert {row.status for row in await here.settled("first", "second")} == {"done"}
 
 
-async def test_nor_does_it_where_the_daemon_is_started_again_before_the_clock_is_set(scripted_broker, station, answers):
-    await sent(scripted_broker, answers)
-    here = await station(scripted_broker.url, ahead=-FORTY_DAYS)
-    await here.send("first", "second")
-    await here.end()
-    again = await station(scripted_broker.url)  # and again before the broker was asked
-    await again.send("third")
-    await again.end()
-    last = await station(scripted_broker.url)
-    last.run()
-    assert {row.status for row in await last.settled("first", "second", "third")} == {"done"}
-
-
-async def test_what_a_wrong_clock_has_dated_grows_old_once_the_clock_is_right(scripted_broker, station, answers):
-    await sent(scripted_broker, answers)
-    here = await station(scripted_broker.url, ahead=-FORTY_DAYS)
-    await here.send("held")
-    await here.outbox.act("hold", "held", caller=OPERATOR, reason="test")
-    await here.end()
-    for ahead, status in ((0, "pending"), (20 * 24, "pending"), (FORTY_DAYS, "dead")):
-        again = await station(scripted_broker.url, expiry_seconds=1, ahead=ahead)
-        again.run()
-        await again.send(f"meanwhile-{ahead}")
-        await again.settled(f"meanwhile-{ahead}")
-        await again.clock.sleep(60)  # in which it looks for expired rows again and again
-        assert (await again.outbox.row("held")).status == status
-        await again.end()
-
-
 @pytest.mark.parametrize("hours", [YEARS, -YEARS])
 async def test_the_time_to_delete_by_waits_for_an_answer_that_agrees_with_the_clock(scripted_broker, station, hours):
     here = await station(scripted_broker.url)

@@ -245,7 +245,8 @@ async def test_a_claim_reads_ranges_of_indexes_and_never_the_whole_table(outbox:
         "excluded": "[]",
         "now": 0,
         "before": 0,
-        "started": 0,
+        "own_after": "",
+        "own_since": 0,
     }
     with opened(database) as db:
         for name in ("wake", "next_due", "candidates", "candidates_elsewhere", "scanned", "expired"):
