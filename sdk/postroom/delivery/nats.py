@@ -164,8 +164,9 @@ class _Events:
         self._client = client
 
     async def failed(self, error: Exception) -> None:
-        if is_refusal(self._client.failure) and isinstance(error, OSError):
-            return  # a server that refuses a user may also just hang up on the next try
+        is_told = is_refusal(self._client.failure) or isinstance(self._client.failure, ssl.SSLError)
+        if is_told and isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+            return  # a server that refuses a user, or a certificate, may also just hang up on the next try
         raised = not self._client.is_connected and not self._client.options["allow_reconnect"]  # to the caller
         repeated = str(error) == str(self._client.failure)  # an outage repeats one error at every try
         if self._logged and not raised and not repeated:
