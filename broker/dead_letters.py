@@ -90,11 +90,13 @@ class DeadLetters(Handlers):
                 # closed: what is replayed may die again before the next request, and would be replayed for ever
                 async with self._lent(request, mesh, js, unread) as letters:
                     page = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES, closed=True)
-                    outcomes = dict[str, Outcome](await letters.foresee(verb, page.letters) if asked.dry_run else {})
                 found, next_cursor, missing = page
                 done = list[api.Letter]()
                 failed = [Failure(id=id_, problem=error.problem) for id_, error in missing.items()]
-                if not asked.dry_run:
+                if asked.dry_run:
+                    done = [_shown(stored) for stored in found]
+                else:
+                    outcomes = dict[str, Outcome]()
                     try:
                         for begin in range(0, len(found), TOGETHER):
                             # a connection each: between two transactions it is the turn of what else the caller asks
@@ -104,11 +106,11 @@ class DeadLetters(Handlers):
                                 )
                     except TryAgain as error:  # the caller would repeat a 503, and be refused what was settled before
                         outcomes = {stored.id: error for stored in found} | outcomes
-                for stored in found:
-                    if isinstance(outcome := outcomes.get(stored.id), PostroomError):
-                        failed.append(Failure(id=stored.id, problem=outcome.problem))
-                    else:
-                        done.append(_shown(stored, new_message_id=outcome))
+                    for stored in found:
+                        if isinstance(outcome := outcomes[stored.id], PostroomError):
+                            failed.append(Failure(id=stored.id, problem=outcome.problem))
+                        else:
+                            done.append(_shown(stored, new_message_id=outcome))
                 result = Result[api.Letter](
                     dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=unread
                 )

@@ -97,7 +97,7 @@ class Jobs(Handlers):
                 jobs: dict[UUID, Job | None]
                 if asked.filter.ids is None:
                     found, next_cursor = await _page(connection, asked.filter, mesh, asked.cursor, CHANGES)
-                    jobs = {job.id: job for job in found if job.state in table.states}
+                    jobs = {job.id: job for job in found}
                 else:
                     ids, next_cursor = asked.filter.ids, None
                     found = await operations.find_jobs(connection, JobFilter(ids=ids), len(ids), mesh=mesh)

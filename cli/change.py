@@ -99,6 +99,8 @@ def change_all(
     with progress(len(ids) or None, as_json=change.as_json) as show:
         for some in _cut(ids, size) if ids else [None]:
             planned = ask(Asked(some, why, dry_run=True, show=lambda count: show(count, f"{count:,} found")))
+            if some is None:
+                planned = planned._replace(failed={})  # filters leave out what the verb is not for
             done += planned.done
             matched += len(planned.done) + len(planned.failed) + len(planned.skipped)
             yield planned if change.dry_run else planned._replace(done=())

@@ -371,20 +371,6 @@ def test_a_dry_run_sends_and_removes_nothing(station: Station) -> None:
     assert station.consume().seen == []
 
 
-def test_a_dry_run_of_a_replay_names_what_would_be_refused(station: Station) -> None:
-    station.bury("a", "b")
-    station.work(lambda context: context.js.delete_consumer(context.events, DURABLE))
-    really = ("--yes", "--reason", "mended")
-    for choice, code in ((["--all"], 1), (["a", "b"], 1), (["a"], 4), (["--all", *really], 1)):
-        outcome = station.user.run("dlq", "replay", *choice, *(() if len(choice) > 2 else ("--dry-run",)))
-        assert outcome.code == code
-        assert DURABLE in outcome.err
-    assert station.user.run("dlq", "drop", "--all", "--dry-run").out == "2 would be dropped, 0 failed\n"
-    assert len(station.letters()) == 2
-    station.consume()  # which creates it anew
-    assert station.user.run("dlq", "replay", "--all", "--dry-run").out == "2 would be replayed, 0 failed\n"
-
-
 def test_a_dropped_letter_is_gone_and_the_log_says_why(station: Station) -> None:
     station.bury("a", "b")
     assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "a test order").out == "1 dropped, 0 failed\n"

@@ -336,10 +336,6 @@ def test_a_dry_run_of_a_retry_foresees_that_no_attempt_is_left(office: Office) -
     would = office.user.run("jobs", "retry", str(job), "--dry-run")
     assert (would.code, office.state(job)) == (4, "failed")
     assert "start a new job" in would.sentence()
-    for choice in (["--dry-run"], ["--yes", "--reason", "mended"]):  # a filter hides it no more than its id does
-        every = office.user.run("jobs", "retry", "--all", "--state", "failed", *choice)
-        assert every.code == 1
-        assert f"the job {job} cannot be retried" in every.err
 
 
 def test_a_dry_run_says_why_a_job_cannot_be_changed_as_the_verb_does(office: Office) -> None:

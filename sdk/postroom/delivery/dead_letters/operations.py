@@ -273,7 +273,10 @@ class LetterOperations:
             numbers = [stored.row for stored in some if stored.row is not None]
             rows = {str(row["id"]): row for row in await connection.fetch(QUERIES["lock_letters"], numbers)}
             taken = {id_: _letter(row) for id_, row in rows.items()} | await self._record(act, some, why)
-            outcomes |= _elsewhere(some)
+            for stored in some:
+                if stored.streamed is not None and stored.streamed.recorded:
+                    consumer = "" if stored.letter is None else stored.letter.consumer
+                    outcomes[stored.id] = errors.letter_elsewhere(stored.id, consumer)
             late = [stored for stored in some if stored.id not in taken.keys() | outcomes.keys()]
             outcomes |= await self._missing({stored.id: stored.known_as for stored in late})
             send = EFFECTS[verb]
@@ -313,40 +316,20 @@ class LetterOperations:
         found = [unrecorded[row["letter_id"]] for row in rows]
         return {stored.id: stored.letter for stored in found}
 
-    async def foresee(self, verb: str, some: Sequence[StoredLetter]) -> dict[str, PostroomError]:
-        """Return why `settle` would leave letters as they are, by their ids; it changes nothing."""
-        refused = _elsewhere(some)
-        if EFFECTS[verb] is not None:
-            # A row has its payload, which was not read, until it is settled.
-            letters = {
-                stored.id: stored.letter.with_data(b"") if stored.row and stored.letter else stored.letter
-                for stored in some
-                if stored.id not in refused
-            }
-            refused |= (await self._check_replays(letters))[1]
-        return refused
-
     async def replay(self, letters: Mapping[str, DeadLetter | None]) -> dict[str, Outcome]:
         """Send the messages of letters again, pipelined; return for each its new id, or why no stream has it."""
+        outcomes, ready = dict[str, Outcome](), dict[str, tuple[DeadLetter, datetime]]()
         await begin_publish(self._connection)
-        ready, refused = await self._check_replays(letters)
-        sent = await asyncio.gather(*(self._publish(id_, *checked) for id_, checked in ready.items()))
-        await keep_replays(self._connection, self._context, [one for one in sent if not isinstance(one, PostroomError)])
-        new_ids = [one if isinstance(one, PostroomError) else str(one[0].key) for one in sent]
-        return {**refused, **dict(zip(ready, new_ids, strict=True))}
-
-    async def _check_replays(
-        self, letters: Mapping[str, DeadLetter | None]
-    ) -> tuple[dict[str, tuple[DeadLetter, datetime]], dict[str, PostroomError]]:
-        """Return the letters that can be replayed, as `_check_replay` does, and why the others cannot."""
-        ready, refused = dict[str, tuple[DeadLetter, datetime]](), dict[str, PostroomError]()
         self._created.clear()  # a stream may be another one by now
         for id_, letter in letters.items():
             try:
                 ready[id_] = await self._check_replay(id_, letter)
             except PostroomError as error:
-                refused[id_] = error
-        return ready, refused
+                outcomes[id_] = error
+        sent = await asyncio.gather(*(self._publish(id_, *checked) for id_, checked in ready.items()))
+        await keep_replays(self._connection, self._context, [one for one in sent if not isinstance(one, PostroomError)])
+        new_ids = [one if isinstance(one, PostroomError) else str(one[0].key) for one in sent]
+        return outcomes | dict(zip(ready, new_ids, strict=True))
 
     async def _check_replay(self, id_: str, letter: DeadLetter | None) -> tuple[DeadLetter, datetime]:
         """Return a letter that can be replayed, and when the stream was created that takes it; raise why it cannot."""
@@ -537,16 +520,6 @@ async def _take_out(js: JetStreamContext, row: asyncpg.Record) -> None:
             # Without overwriting it: on a server that always syncs, that takes longer than the rest of a replay.
             request = msgspec.json.encode({"seq": sequence, "no_erase": True})
             await ask_api(js, f"STREAM.MSG.DELETE.{stream}", request)
-
-
-def _elsewhere(some: Sequence[StoredLetter]) -> dict[str, PostroomError]:
-    """Return why letters cannot be settled here whose rows are in another database."""
-    consumers = {
-        stored.id: "" if stored.letter is None else stored.letter.consumer
-        for stored in some
-        if stored.streamed is not None and stored.streamed.recorded
-    }
-    return {id_: errors.letter_elsewhere(id_, consumer) for id_, consumer in consumers.items()}
 
 
 def _place(cursor: str) -> tuple[tuple[datetime, bool, int], Ends | None]:
