@@ -700,7 +700,7 @@ async def test_readers_that_never_cease_do_not_make_the_log_grow(
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-    assert most < 12 * 1024 * 1024  # of more than 15 MB written
+    assert most <= 8 * 1024 * 1024  # what a log that starts over shrinks to; one that never did has 13.5 MB by now
 
 
 async def test_a_reader_that_stalls_makes_the_log_grow_and_the_store_say_so(
