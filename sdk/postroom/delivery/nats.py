@@ -114,6 +114,7 @@ async def connect(
                 reconnected_cb=events.reconnected,
                 **options,
             )
+            end_if_cancelled()
     except asyncio.CancelledError:
         await client.close()
         raise
@@ -149,8 +150,8 @@ def _servers(urls: str) -> list[str]:
 def end_if_cancelled() -> None:
     """Raise `CancelledError` where the current task was cancelled but still runs.
 
-    nats-py may swallow a cancellation during a request. A loop that only a cancellation ends would then run for ever,
-    so it calls this after its requests.
+    nats-py may swallow a cancellation, while it closes what is left of a try to connect as during a request. A loop
+    that only a cancellation ends would then run for ever, so it calls this after its requests.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -164,9 +165,11 @@ class _Events:
         self._client = client
 
     async def failed(self, error: Exception) -> None:
+        if not self._client.is_closed:
+            end_if_cancelled()  # else nats-py would try for ever
         is_told = is_refusal(self._client.failure) or isinstance(self._client.failure, ssl.SSLError)
-        if is_told and isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
-            return  # a server that refuses a user, or a certificate, may also just hang up on the next try
+        if is_told and isinstance(error, (BrokenPipeError, ConnectionResetError)):
+            return  # a server that refuses a user, or asks for a certificate, may also just hang up on the next try
         raised = not self._client.is_connected and not self._client.options["allow_reconnect"]  # to the caller
         repeated = str(error) == str(self._client.failure)  # an outage repeats one error at every try
         if self._logged and not raised and not repeated:
@@ -325,7 +328,10 @@ class NatsClient(Client):
     def _connect_command(self) -> bytes:
         """Let the end of a TLS connection close it: nats-py's protocol keeps it open, of which asyncio warns."""
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
-            writer.transport.get_protocol()._over_ssl = True  # noqa: SLF001
+            protocol = writer.transport.get_protocol()
+            if protocol is None:
+                raise ConnectionResetError("it hung up")
+            protocol._over_ssl = True  # noqa: SLF001
         return super()._connect_command()
 
     async def _process_err(self, err_msg: str) -> None:

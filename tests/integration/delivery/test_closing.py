@@ -9,6 +9,8 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -184,6 +186,38 @@ async def test_a_server_that_asks_for_a_certificate_is_shown_that_of_the_setting
             await connect(locked, name="test", patience=3)
     finally:
         server.stop()
+
+
+async def test_what_a_server_says_of_certificates_outlives_tries_that_are_just_hung_up(short_directory: Path) -> None:
+    hung_up = 0
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal hung_up
+        hung_up += 1
+        at_once = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        writer.transport.abort()
+
+    server = NatsForCertificates(short_directory / "nats")
+    server.start()
+    client = NatsClient(logged=False)
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as hanging_up:
+        host, port = hanging_up.sockets[0].getsockname()
+        settings = NatsSettings(
+            url=f"{server.url},nats://{host}:{port}", ca_file=CERTIFICATE, reconnect_seconds=0.01, connect_seconds=5
+        )
+        connecting = asyncio.create_task(connect(settings, name="test", client=client))
+        try:
+            await until(lambda: "set nats.cert_file" in (trouble_of(client) or ""))
+            said, tries = set(), hung_up
+            while hung_up < tries + 3:
+                said.add(trouble_of(client))
+                await asyncio.sleep(0.001)
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            server.stop()
+    assert said == {"NATS is unreachable: it asks for a certificate: set nats.cert_file and nats.key_file"}
 
 
 @pytest.fixture
