@@ -5,6 +5,7 @@ or broken off raises `RequestFailed`. Neither the token nor a message's payload 
 The token is in a file that is read again when it changes.
 """
 
+import os
 import stat
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ from postroom._wire.http import Garbled, Site, Unreachable, why_unreachable
 from postroom.chassis.config import trusting
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
+from postroom.chassis.ownership import read_regular
 from postroom.errors import Unavailable
 
 MAX_TOKEN_BYTES = 4096
@@ -64,7 +66,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None  # the version that `_token` was read from
         self._token = ""
         self._changes = 0
 
@@ -86,22 +88,22 @@ class TokenFile:
         Raises `RequestFailed` (`NOT_PERMITTED`) if the file is missing, empty, not a token, or open to every user.
         """
         try:
-            status = self._path.stat()
-            version = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if version != self._seen:
-                if not stat.S_ISREG(status.st_mode):
-                    raise _unusable(f"the token file {self._path} is not a plain file")
-                if self.is_open():
+            if _version(self._path.stat()) != self._seen:
+                content, status = read_regular(self._path)
+                if status.st_mode & stat.S_IRWXO:
                     raise _unusable(f"the token file {self._path} is open to every user: chmod 600 it")
-                with self._path.open("rb") as file:
-                    token = file.read(MAX_TOKEN_BYTES + 1).strip()
+                token = content.strip()
                 if not token or len(token) > MAX_TOKEN_BYTES or not all(0x21 <= byte <= 0x7E for byte in token):  # noqa: PLR2004 - visible ASCII
                     raise _unusable(f"the token file {self._path} has to hold one word of visible ASCII")
-                self._token, self._seen = token.decode("ascii"), version
+                self._token, self._seen = token.decode("ascii"), _version(status)
                 self._changes += 1
         except OSError as error:
             raise _unusable(f"cannot read the token file {self._path} ({error.strerror})") from error
         return self._token
+
+
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _unusable(sentence: str) -> RequestFailed:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -10,6 +15,7 @@ from aiohttp.test_utils import TestServer
 from support.relaying import busy, ids_of, rows_of, whole
 from support.waiting import until, until_so
 
+from broker_client.channel import RequestFailed, TokenFile
 from outbox import Caller, RowFilter
 from postroom._wire.message import prepare
 
@@ -138,6 +144,28 @@ async def test_a_token_file_that_is_gone_is_degraded_until_it_is_back(scripted_b
     assert str(token_file) in (here.relay.status().reason or "")
     token_file.with_suffix(".away").rename(token_file)
     assert [row.status for row in await here.settled("a")] == ["done"]
+
+
+def test_a_token_file_that_becomes_a_pipe_while_it_is_read_holds_nothing_up(tmp_path: Path) -> None:
+    file, fresh = tmp_path / "token", tmp_path / "fresh"
+    file.write_text("first")
+    ended = threading.Event()
+
+    def read_again_and_again() -> None:
+        for _ in range(2000):
+            with suppress(RequestFailed):
+                TokenFile(file).read()
+        ended.set()
+
+    threading.Thread(target=read_again_and_again, daemon=True).start()
+    deadline = time.monotonic() + 60
+    while not ended.is_set() and time.monotonic() < deadline:
+        os.mkfifo(fresh, 0o600)
+        fresh.replace(file)
+        fresh.write_text("another")
+        fresh.chmod(0o600)
+        fresh.replace(file)
+    assert ended.is_set()
 
 
 async def test_a_broker_that_says_when_is_left_alone_until_then(scripted_broker, station):
