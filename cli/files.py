@@ -1,5 +1,6 @@
 """Files that a command line names: how they are opened and read, and the error for one that cannot be."""
 
+import codecs
 import os
 import stat
 import sys
@@ -88,6 +89,6 @@ def size_of(stream: BinaryIO) -> int | None:
 
 
 def read_plain_file(file: Path) -> bytes:
-    """Return what a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
+    """Return the text that a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
     with file_errors("read", file):
-        return read_regular(file)[0]
+        return read_regular(file)[0].removeprefix(codecs.BOM_UTF8)

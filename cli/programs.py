@@ -135,7 +135,12 @@ def resume(
     why = reason_or_ask(reason)
     status = with_daemon(socket, lambda client: client.resume_relay(to, reason=why, rate_per_second=per_second))
     limit = f", at most {per_second:g}/s" if per_second is not None else ""
-    json_line(status) if as_json else line(f"resumed {_what(to)}{limit}")
+    still = ""
+    if status.state == "paused":
+        still = "; all relaying is still paused: `postroom relay resume`"
+    elif status.paused_destinations:
+        still = f"; still paused: {', '.join(status.paused_destinations)}"
+    json_line(status) if as_json else line(f"resumed {_what(to)}{limit}{still}")
 
 
 def _what(to: str | None) -> str:

@@ -90,7 +90,7 @@ def test_inspect_draws_the_chain_and_shows_why(sent: Terminal) -> None:
 
 def test_requeue_with_a_patched_payload(sent: Terminal, tmp_path: Path) -> None:
     patch = tmp_path / "patch.json"
-    patch.write_text('{"to": "dm:bob", "body": "patched"}')
+    patch.write_text('{"to": "dm:bob", "body": "patched"}', encoding="utf-8-sig")  # as some editors write it
     done = sent.run("outbox", "requeue", "a", "--patch-payload", patch, *WHY, "--yes", "--json")
     assert done.json[0]["destination"] == "dm:bob"
     assert status(sent, "a") == "aborted"
@@ -302,6 +302,17 @@ def test_the_relay_is_paused_and_resumed(terminal: Terminal, daemon: LoneDaemon)
         while client.health().relay.paused_destinations:
             pass
     assert terminal.run("relay", "pause", *WHY, "--json").json[0]["state"]
+
+
+def test_a_resume_says_what_stays_paused(terminal: Terminal) -> None:
+    for paused in ((), ("topic:orders",), ("queue:jobs",)):
+        terminal.run("relay", "pause", *paused, *WHY)
+    resumed = [terminal.run("relay", "resume", *to, *WHY).out for to in (("topic:orders",), (), ("queue:jobs",))]
+    assert resumed == [
+        "resumed relaying to topic:orders; all relaying is still paused: `postroom relay resume`\n",
+        "resumed relaying; still paused: queue:jobs\n",
+        "resumed relaying to queue:jobs\n",
+    ]
 
 
 def test_a_reason_is_required_off_a_terminal(sent: Terminal) -> None:
