@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import select
 import sys
 from contextlib import suppress
 from typing import Any, Final, TextIO, cast
@@ -37,6 +38,8 @@ _LINES: Final = 20  # of one library
 _PERIOD: Final = 10.0  # seconds
 MAX_WORDS: Final = 500  # characters kept
 _MOST_TEXT: Final = 16_000  # characters of a field: journald cuts a line at 48 KiB
+_PATIENCE: Final = 1000  # ms with a reader of the log that stands still
+_AT_ONCE: Final = select.PIPE_BUF  # bytes that a pipe with room for any takes whole
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # all but a line's end
 
@@ -51,8 +54,10 @@ def configure(level: str = "info") -> None:
         trace = structlog.dev.plain_traceback  # the trace is text by now, and masked
         console = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False, exception_formatter=trace)
         renderers = [escape_controls, console]
+    stream = _StandardError()
     structlog.configure(
         processors=[
+            stream.tell,
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -61,7 +66,7 @@ def configure(level: str = "info") -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, stream)),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(number, logging.WARNING), handlers=[LibraryHandler()], force=True)
@@ -102,19 +107,46 @@ class LibraryHandler(logging.Handler):
 class _StandardError:
     """Standard error, whatever users' code redirects, but a line that cannot be written is lost.
 
-    A full disk under the log must stop nothing else, and neither must a handler that closes it.
+    A full disk under the log must stop nothing else, and neither must a handler that closes it, or a reader that stands
+    still: it is waited for once, and its lines are lost until it reads again.
     """
 
     def __init__(self) -> None:
+        self.lost = 0  # lines since the last one that was written
         self._stream = sys.stderr
+        self._line = ""
+        self._rest = b""  # of a line that was written in part
+        self._patience = _PATIENCE
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
+        self._line += text
 
     def flush(self) -> None:
+        line, self._line = self._line.encode(errors="backslashreplace"), ""
+        left = line
         with suppress(OSError, ValueError):
-            self._stream.flush()
+            self._rest = self._put(self._rest)
+            if not self._rest:
+                left = self._put(line)
+        if left == line:
+            self.lost += 1
+        else:
+            self._rest, self.lost = left, 0
+
+    def tell(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        """Have the next line say how many were lost."""
+        return {**event, "lines_lost": self.lost} if self.lost else event
+
+    def _put(self, data: bytes) -> bytes:
+        """Write what is taken at once, or soon, and return the rest."""
+        descriptor, taken = self._stream.fileno(), select.poll()
+        taken.register(descriptor, select.POLLOUT)
+        while data and taken.poll(self._patience):
+            data = data[os.write(descriptor, data[:_AT_ONCE]) :]
+            self._patience = _PATIENCE
+        if data:
+            self._patience = 0
+        return data
 
 
 def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

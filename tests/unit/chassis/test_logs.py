@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import pytest
+from support.waiting import wait_until
 from support.zygote import shared
 
 from postroom.chassis.logs import mask
@@ -74,6 +75,35 @@ def test_a_password_where_a_long_text_is_cut_is_not_logged():
     for before in (3_925, 3_975):  # the cut is in the password, or after it
         (line,) = logged(script.format(before=before, secret=secret))
         assert "s3cr" not in str(line["error"])
+
+
+@pytest.mark.parametrize(("lines", "length"), [(2000, 100), (200, 10_000)])  # which is more than a pipe takes at once
+def test_a_reader_that_stands_still_stops_nothing_and_is_told_how_many_it_missed(
+    tmp_path: Path, lines: int, length: int
+):
+    went_on = tmp_path / "went on"
+    script = f"""import pathlib, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+for number in range({lines}):
+    log.warning("said", number=number, more="." * {length})
+pathlib.Path({str(went_on)!r}).touch()
+signal.sigwait([signal.SIGTERM])
+for event in "first", "second":
+    log.warning(event)
+"""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as said:
+        running = shared().start(["-c", HEAD + script], os.environ, said)
+    with os.fdopen(reading, "rb") as reader:
+        wait_until(went_on.exists)
+        read = reader.read1(2**20)
+        running.terminate()
+        heard = [json.loads(line) for line in (read + reader.read()).splitlines()]
+    assert running.wait() == 0
+    *kept, first, second = heard
+    assert [line["number"] for line in kept] == list(range(len(kept)))
+    assert 0 < first["lines_lost"] == lines - len(kept)
+    assert "lines_lost" not in second
 
 
 def test_half_a_character_in_an_error_is_logged_as_an_escape():
