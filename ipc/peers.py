@@ -34,7 +34,7 @@ from aiohttp import hdrs, web
 from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.message import PreparedSend
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory, read_regular, replace_private, user_name
+from postroom.chassis.ownership import private_directory, read_regular, replace_private
 from postroom.chassis.routes import bearer_token
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
@@ -59,7 +59,7 @@ def peer_of(sock: socket.socket) -> Caller:
     if sock.family != socket.AF_UNIX:
         return Caller(os.getuid(), os.getgid(), "local token")
     _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Caller(uid, gid, user_name(uid))
+    return Caller(uid, gid)
 
 
 class Policy:

@@ -60,19 +60,23 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
 
 class Caller(NamedTuple):
-    """The user that sent a message or used a verb: the socket peer's uid and gid, and its name where it has one."""
+    """The user that sent a message or used a verb: the socket peer's uid and gid.
+
+    As a text it has the name of the user too. A directory of users that does not answer holds that up, so no send asks.
+    """
 
     uid: int
     gid: int
-    name: str | None = None
+    name: str | None = None  # in the place of the user's
 
     @classmethod
     def this_process(cls) -> Self:
         """Return the user that this process runs as."""
-        return cls(os.getuid(), os.getgid(), user_name(os.getuid()))
+        return cls(os.getuid(), os.getgid())
 
     def __str__(self) -> str:
-        return f"uid {self.uid}" + (f" ({self.name})" if self.name else "")
+        name = self.name or user_name(self.uid)
+        return f"uid {self.uid}" + (f" ({name})" if name else "")
 
 
 class Existing(NamedTuple):

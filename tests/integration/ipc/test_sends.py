@@ -20,6 +20,7 @@ from outbox.model import Caller, Settlement, Verdict
 from postroom import AsyncClient, SendRequest
 from postroom._wire.message import Envelope, prepare
 from postroom._wire.names import MESSAGE_ID
+from postroom.chassis.ownership import user_name
 
 NDJSON = {"Content-Type": "application/x-ndjson"}
 LINE = {"to": "topic:orders", "body": "hi"}
@@ -45,6 +46,25 @@ async def test_what_is_kept_is_what_was_sent(room: Any) -> None:
     assert envelope.meta == {"a": [1, "ü"], "mentions": ["bob", "carol"]}
     assert (envelope.to, envelope.priority, envelope.reply_to, envelope.traceparent) == ("dm:bob", "now", "r1", trace)
     assert row.fingerprint == prepare(json.dumps(message).encode()).fingerprint
+
+
+@pytest.mark.usefixtures("uids")
+async def test_no_send_waits_for_the_name_of_its_user(open_room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of users that is away, such as an LDAP, may take half a minute to say so."""
+    asked: list[int] = []
+
+    def look_up(uid: int) -> None:
+        asked.append(uid)
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", look_up)
+    user_name.cache_clear()
+    somebody = 4_000_001
+    room = await open_room(policy=Policy(operators=[somebody]))
+    sent = await room.request("POST", "/v1/send", LINE, uid=somebody)
+    assert (sent.status, asked) == (202, [])
+    held = await room.request("POST", f"/v1/outbox/{sent.json['outbox_id']}/hold", {"reason": "a test"}, uid=somebody)
+    assert (held.status, asked) == (200, [somebody])
 
 
 async def test_two_traceparents_count_as_none(room: Any) -> None:
