@@ -123,11 +123,8 @@ class _StandardError:
 
     def flush(self) -> None:
         line, self._line = self._line.encode(errors="backslashreplace"), ""
-        left = line
-        with suppress(OSError, ValueError):
-            self._rest = self._put(self._rest)
-            if not self._rest:
-                left = self._put(line)
+        self._rest = self._put(self._rest)
+        left = line if self._rest else self._put(line)
         if left == line:
             self.lost += 1
         else:
@@ -139,13 +136,15 @@ class _StandardError:
 
     def _put(self, data: bytes) -> bytes:
         """Write what is taken at once, or soon, and return the rest."""
-        descriptor, taken = self._stream.fileno(), select.poll()
-        taken.register(descriptor, select.POLLOUT)
-        while data and taken.poll(self._patience):
-            data = data[os.write(descriptor, data[:_AT_ONCE]) :]
-            self._patience = _PATIENCE
-        if data:
-            self._patience = 0
+        with suppress(OSError, ValueError):
+            descriptor, taken = self._stream.fileno(), select.poll()
+            taken.register(descriptor, select.POLLOUT)
+            while data:
+                if not taken.poll(self._patience):
+                    self._patience = 0
+                    break
+                data = data[os.write(descriptor, data[:_AT_ONCE]) :]
+                self._patience = _PATIENCE
         return data
 
 

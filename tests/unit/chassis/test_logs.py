@@ -121,6 +121,16 @@ def test_a_log_that_cannot_be_written_stops_nobody():
     assert ran.stdout == b"on\n"
 
 
+def test_what_a_full_disk_cuts_off_is_written_and_what_it_refuses_is_counted_once_there_is_room():
+    script = (
+        "from resource import RLIMIT_FSIZE, getrlimit, setrlimit; _, most = getrlimit(RLIMIT_FSIZE)\n"
+        "setrlimit(RLIMIT_FSIZE, (10, most)); log.info('cut'); log.info('lost')\n"
+        "setrlimit(RLIMIT_FSIZE, (most, most)); log.info('said')"
+    )
+    cut, said = logged(script)
+    assert (cut["event"], said["event"], said["lines_lost"]) == ("cut", "said", 1)
+
+
 def test_a_standard_error_that_users_code_replaces_or_closes_is_not_that_of_the_log():
     script = (
         "import io, sys; ours = sys.stderr; sys.stderr = theirs = io.StringIO(); log.info('first')\n"
