@@ -253,7 +253,7 @@ def worker(*arguments: str, ready: str = "publishing", **environment: str) -> It
                 line = said.readline()
                 assert line, "the worker ended"
                 started = json.loads(line)
-            readers.submit(said.read)  # a worker whose log nobody reads stands still
+            readers.submit(said.read)  # users' code that prints where nobody reads stands still
             yield process, started
         finally:
             process.kill()

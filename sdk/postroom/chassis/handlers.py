@@ -17,6 +17,7 @@ from postroom._wire.retry import error_text
 
 T = TypeVar("T")
 _PLACES: Final = ("stdlib", "platstdlib", "purelib", "platlib")
+_LAST_WORDS_SECONDS: Final = 1.0  # that an end waits for: nobody may be reading
 _LIBRARIES: Final = (*map(sysconfig.get_path, _PLACES), str(Path(__file__).parents[1]))
 
 
@@ -43,8 +44,7 @@ def end_within(seconds: float, code: int) -> None:
     refuses to be cancelled. Neither can be ended.
     """
 
-    def end() -> None:
-        time.sleep(seconds)
+    def say() -> None:
         main = threading.main_thread()
         left = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
         with suppress(OSError, ValueError):
@@ -52,6 +52,12 @@ def end_within(seconds: float, code: int) -> None:
             sys.stderr.write(f"postroom: users' code does not end: the process ends without it (threads: {threads})\n")
             sys.stderr.flush()
             sys.stdout.flush()
+
+    def end() -> None:
+        time.sleep(seconds)
+        saying = threading.Thread(target=say, daemon=True)
+        saying.start()
+        saying.join(_LAST_WORDS_SECONDS)
         os._exit(code)
 
     threading.Thread(target=end, name="end", daemon=True).start()

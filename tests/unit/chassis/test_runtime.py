@@ -117,6 +117,17 @@ def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
     assert said == b"postroom: users' code does not end: the process ends without it (threads: none)\n"
 
 
+def test_a_signal_ends_a_program_whose_users_code_prints_what_nobody_reads():
+    printing = BLOCKED.replace("time.sleep(600)", "print('.' * 10**6, flush=True)")
+    with subprocess.Popen([sys.executable, "-c", printing], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"blocked\n"
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 FORKING = """
 import asyncio, multiprocessing
 from postroom.chassis.runtime import run, stop_on_signals
