@@ -138,7 +138,7 @@ class Peer(NamedTuple):
             raise self.foreign(f"it answered {status} as {media}, not as a problem", retryable=retryable)
         try:
             problem = _decode_problem(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self.foreign(f"it answered {status} with a problem that can't be read: {error}") from error
         if problem.status != status:
             raise self.foreign(f"it answered {status} with a problem of status {problem.status}")
@@ -255,7 +255,7 @@ class Transport:
         """Decode an answer of the peer (an empty one is None); raises `Unavailable` where it has another form."""
         try:
             return msgspec.json.decode(data or b"null", type=answer)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self.peer.foreign(f"its answer can't be read: {error}") from error
 
     async def lines(

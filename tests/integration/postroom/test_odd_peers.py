@@ -26,6 +26,7 @@ def answer(body: bytes, status: str = "200 OK", media: str = "application/json",
 
 
 PROBLEM = b'{"type":"x","title":"x","status":409,"detail":"x","code":"x","retryable":false}'
+NEST = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 FOREIGN = {
     "html": answer(b"<html>hello</html>", media="text/html"),
     "half a document": answer(b'{"client_message_id": "x", "outb'),
@@ -39,6 +40,8 @@ FOREIGN = {
     "a page for an error": answer(b"<html>no</html>", "404 Not Found", "text/html"),
     "a problem of another status": answer(PROBLEM, "400 Bad Request", "application/problem+json"),
     "a problem that is none": answer(b"{}", "400 Bad Request", "application/problem+json"),
+    "a nest": answer(NEST),
+    "a problem that is a nest": answer(NEST, "400 Bad Request", "application/problem+json"),
     "not HTTP": b"220 mail.example.com ESMTP\r\n",
     "NULs": b"\0" * 1000,
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
