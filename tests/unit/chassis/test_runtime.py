@@ -1,11 +1,14 @@
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from postroom.chassis import runtime
 from postroom.chassis.exits import Exit, Fatal
@@ -119,9 +122,14 @@ def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
 
 def test_a_signal_ends_a_program_whose_users_code_prints_what_nobody_reads():
     printing = BLOCKED.replace("time.sleep(600)", "print('.' * 10**6, flush=True)")
-    with subprocess.Popen([sys.executable, "-c", printing], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", printing], bufsize=0, stdout=pipe, stderr=pipe) as process:
+
+        def waiting() -> int:
+            return int.from_bytes(fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
+
         try:
-            assert process.stdout.readline() == b"blocked\n"
+            wait_until(lambda: waiting() > 60_000)  # bytes: the pipe is full, and the program in its write
             process.terminate()
             assert process.wait(60) == 0
         finally:
