@@ -122,8 +122,8 @@ def test_a_signal_ends_a_program_whose_event_loop_users_code_blocks(number):
 
 def test_a_signal_ends_a_program_whose_users_code_prints_what_nobody_reads():
     printing = BLOCKED.replace("time.sleep(600)", "print('.' * 10**6, flush=True)")
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", printing], bufsize=0, stdout=pipe, stderr=pipe) as process:
+    buffering = [sys.executable, "-E", "-c", printing]  # whatever PYTHONUNBUFFERED says
+    with subprocess.Popen(buffering, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
 
         def waiting() -> int:
             return int.from_bytes(fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
